@@ -118,14 +118,14 @@ def test_parameters_and_flops(latent: MLAConfig) -> None:
 def test_impossible_shapes_are_refused() -> None:
     for change, match in (
         ({"kv_rank": 0, "nope_dim": 0}, r"kv_rank is less than 1 \(kv_rank=0\).*; also nope_dim is less than 1"),
-        ({"rope_dim": 5}, r"turn pairs \(rope_dim=5\)"),
+        ({"rope_dim": 5}, r"rotates pairs \(rope_dim=5\)"),
         ({"value_dim": 17}, r"values are wider than queries \(value_dim=17, queries 16\)"),
     ):
         with pytest.raises(ValueError, match=match):
             replace(LATENT, **change)
     for change, match in (
-        ({"kv_heads": 2}, r"keys and values for every head \(heads=4, kv_heads=2\)"),
-        ({"qk_norm": True}, "latent attention has heads of its own"),
+        ({"kv_heads": 2}, r"requires kv_heads = heads \(heads=4, kv_heads=2\)"),
+        ({"qk_norm": True}, "qk_norm is incompatible with latent attention"),
         ({"family": "gpt"}, "mla is an option of the llama family"),
     ):
         with pytest.raises(ValueError, match=match):

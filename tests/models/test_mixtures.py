@@ -189,10 +189,10 @@ def test_a_gate_with_options() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("swich", 'is not the name of a gate.*did you mean "switch"'),
+        ("swich", 'is an unknown gate.*did you mean "switch"'),
         ("switch,k=2", r"a token has one expert \(k=2\)"),
         ("mixtral,balanc=1", 'not an option of the gate mixtral.*did you mean "balance"'),
-        ("mixtral,3", "not of the form option=value"),
+        ("mixtral,3", "is not option=value"),
         ("mixtral,k=two", "is not a number"),
         ("hierarchical,k=3", "k is not a multiple of k_groups"),
     ],

@@ -119,7 +119,7 @@ def test_causal_training_is_warned(name: str) -> None:
         warnings.simplefilter("always")
         made = build_gate(name, 4, 8, K.get(name, 2), causal=True)
     assert bool(caught) == made.leaks_future
-    assert all("the model can read the future" in str(w.message) for w in caught)
+    assert all("leaks future tokens" in str(w.message) for w in caught)
 
 
 # --- the device -------------------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def test_first_values_and_their_rule(name: str) -> None:
 
 def test_names_and_options_are_checked() -> None:
     assert len(GATES) == len(EVERY) == 11
-    with pytest.raises(ValueError, match=r'gate=swich is not the name of a gate; legal: .*; did you mean "switch"\?'):
+    with pytest.raises(ValueError, match=r'gate=swich is an unknown gate; legal: .*; did you mean "switch"\?'):
         build_gate("swich", 4, 8, 1)
     with pytest.raises(ValueError, match=r'ballance=1 is not an option.*legal: .*balance.*did you mean "balance"') as e:
         build_gate("switch", 4, 8, 1, ballance=1, other=2)

@@ -1,4 +1,4 @@
-"""One-device models and their named sizes. Importing this loads no torch; building does."""
+"""Single-device models and their named sizes. Importing this loads no torch; building does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["SIZES", "ModelConfig", "build", "find_model", "init_weights", "reduc
 def build(
     config: ModelConfig, device: str | torch.device = "cpu", *, dtype: torch.dtype | None = None, seed: int = 0
 ) -> nn.Module:
-    """The model of a config, with the first values of `seed`; on the meta device it has shapes only."""
+    """Build the model of a config with the initial weights of `seed`; on the meta device it has shapes only."""
     import torch
 
     from echelon.models.gpt import GPT
@@ -24,23 +24,23 @@ def build(
     from echelon.models.llama import Llama
     from echelon.models.vision.convnet import ConvNet
 
-    # Built on meta first: torch's own first values would cost time and move the global generator.
+    # On meta first: torch's default initialisation would cost time and advance the global generator.
     with torch.device("meta"):
         model = {"gpt": GPT, "llama": Llama, "conv": ConvNet}[config.family](config)
     if dtype is not None:
         model.to(dtype)
-    real = torch.device(device).type != "meta"
-    if real:
+    has_data = torch.device(device).type != "meta"
+    if has_data:
         model.to_empty(device=device)
     if isinstance(model, LanguageModel):
         model.tie_weights()
-    if real:
+    if has_data:
         init_weights(model, seed)
     return model
 
 
 def init_weights(model: nn.Module, seed: int) -> None:
-    """Fills a whole one-device model that has a method `initial(name)`, by its parameters' names."""
+    """Fill an unsharded model that has a method `initial(name)`."""
     from echelon.models import weight_init
 
     weight_init.init_weights(model, seed)

@@ -1,4 +1,4 @@
-"""What is said of a model's latent attention. No torch."""
+"""Configuration of latent attention (MLA) and of RoPE scaling. No torch."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class MLAConfig:
-    """DeepSeek's attention: queries, keys and values are made of narrow vectors (latent.py)."""
+    """DeepSeek's multi-head latent attention (mla.py)."""
 
     query_rank: int = 0
-    """Elements of the vector that a token's queries are made of; 0: they are made of the hidden vector itself."""
+    """Size of the latent of queries; 0: queries are projected from the hidden state."""
     kv_rank: int
-    """Elements of the vector that its keys and values are made of."""
+    """Size of the latent of keys and values."""
     rope_dim: int
-    """Of each head's query and key, the elements that turn with the position. All heads' keys share them."""
+    """Elements of each head's query and key that RoPE rotates; the keys of all heads share them."""
     nope_dim: int
-    """Of each head's query and key, those that do not."""
+    """Elements of each head's query and key that RoPE does not rotate."""
     value_dim: int
     """Elements of each head's value."""
 
     def __post_init__(self) -> None:
-        wrong = [
+        errors = [
             f"{name} is less than {least} ({name}={getattr(self, name)}); use {least} or more"
             for name, least in (("query_rank", 0), ("kv_rank", 1), ("rope_dim", 2), ("nope_dim", 1), ("value_dim", 1))
             if getattr(self, name) < least
         ]
         if self.rope_dim % 2:
-            wrong.append(f"rotary positions turn pairs (rope_dim={self.rope_dim}); use an even number")
+            errors.append(f"RoPE rotates pairs (rope_dim={self.rope_dim}); use an even number")
         if self.value_dim > self.head_dim:
-            # Where keys and values travel together, the narrower ones are padded: these are always the values.
-            wrong.append(f"values are wider than queries (value_dim={self.value_dim}, queries {self.head_dim})")
-        if wrong:
-            raise ValueError("latent attention: " + "; also ".join(wrong))
+            # Context parallelism sends keys and values together and pads the values.
+            errors.append(f"values are wider than queries (value_dim={self.value_dim}, queries {self.head_dim})")
+        if errors:
+            raise ValueError("latent attention: " + "; also ".join(errors))
 
     @property
     def head_dim(self) -> int:
-        """Of a query and of a key."""
+        """Elements of a head's query and key."""
         return self.nope_dim + self.rope_dim
 
     def parameters(self, width: int, heads: int) -> int:
-        """Of one layer, the norms of the narrow vectors among them."""
+        """Parameters of one layer, with the norms of the latents."""
         queries = heads * self.head_dim
         query = (width + 1 + queries) * self.query_rank if self.query_rank else width * queries
         down = width * (self.kv_rank + self.rope_dim)
@@ -48,7 +48,7 @@ class MLAConfig:
         return query + down + up + heads * self.value_dim * width
 
     def reduced(self, nope_dim: int) -> MLAConfig:
-        """With heads of this size, and the rest in about DeepSeek's proportions to it."""
+        """A smaller configuration with heads of this size, in about DeepSeek's proportions."""
         half = max(nope_dim // 4 * 2, 2)
         return MLAConfig(
             query_rank=2 * nope_dim if self.query_rank else 0,
@@ -61,16 +61,19 @@ class MLAConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Slow pairs turn more slowly."""
+    """Llama 3.1's scaling of RoPE for sequences longer than those of pre-training.
+
+    rotations of a pair within original_max_seq_len      its frequency is
+    high_freq_factor or more                             unchanged
+    low_freq_factor or less                              divided by the factor
+    between                                              interpolated
+    """
 
     factor: float
-    """How much more slowly."""
     low_freq_factor: float
-    """Turns in the first length up to which a pair is slow."""
     high_freq_factor: float
-    """Turns in the first length from which a pair stays as it was."""
     original_max_seq_len: int
-    """The first length, in tokens."""
+    """Tokens."""
 
     def __post_init__(self) -> None:
         low, high = self.low_freq_factor, self.high_freq_factor

@@ -1,4 +1,4 @@
-"""GPT: learned positions, LayerNorm before each part, GELU, biases, dropout, tied embedding."""
+"""GPT: learned positions, pre-LayerNorm, GELU, biases, dropout, tied embedding."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,13 +15,13 @@ from echelon.models.moe_config import MoEConfig
 
 class LayerNorm(nn.LayerNorm):
     recompute_output = False
-    """backward makes the output again instead of keeping it (memory/checkpointing/checkpoint_policy.py)"""
+    """backward recomputes the output instead of saving it (recompute=ops)"""
 
     def forward(self, input: Tensor) -> Tensor:
         out = super().forward(input)
-        kept, make = input.detach(), super().forward
+        saved, forward = input.detach(), super().forward
         return (
-            tensor_metadata.attach(out, TensorMetadata(recompute=lambda _gradient: make(kept)))
+            tensor_metadata.attach(out, TensorMetadata(recompute=lambda _gradient: forward(saved)))
             if self.recompute_output
             else out
         )
@@ -29,7 +29,7 @@ class LayerNorm(nn.LayerNorm):
 
 class GPTMLP(nn.Module):
     recompute_output = False
-    """backward makes what `down` reads again instead of keeping it"""
+    """backward recomputes the input of `down` instead of saving it (recompute=ops)"""
 
     def __init__(self, width: int, ffn: int) -> None:
         super().__init__()
@@ -40,8 +40,8 @@ class GPTMLP(nn.Module):
         up = self.up(x)
         h = F.gelu(up, approximate="tanh")
         if self.recompute_output:
-            kept = up.detach()
-            tensor_metadata.attach(h, TensorMetadata(recompute=lambda _gradient: F.gelu(kept, approximate="tanh")))
+            saved = up.detach()
+            tensor_metadata.attach(h, TensorMetadata(recompute=lambda _gradient: F.gelu(saved, approximate="tanh")))
         out: Tensor = self.down(h)
         return out
 
@@ -65,7 +65,7 @@ class GPTBlock(nn.Module):
 
 
 class GPTMoEBlock(GPTBlock):
-    """A block with experts. It also gives their balance losses [B]."""
+    """A block with an MoE layer. It also returns the balance losses [B]."""
 
     def __init__(self, config: ModelConfig, mixture: MoEConfig) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""What the language models have in common: the loss contract, text logits, tied embedding, first values."""
+"""The base class of GPT and Llama: loss contract, logits, tied embedding, weight initialisation, pipeline layers."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -6,8 +6,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from echelon.models.attention import AttentionContext
-from echelon.models.attention import document_positions as positions_of
+from echelon.models.attention import AttentionContext, document_positions
 from echelon.models.lm_head import LMHead
 from echelon.models.model_config import IGNORE_INDEX, ModelConfig
 from echelon.models.pipeline_model import PipelineLayer, PipelineModel
@@ -16,41 +15,40 @@ from echelon.moe.gates.gate import Gate
 from echelon.rng import Init
 
 HiddenStates = Tensor | tuple[Tensor, Tensor]
-"""what one block hands to the next: [B, T, width], and after the first mixture of experts the sum of the balance losses
-of each sequence, [B]"""
+"""output of a block: [B, T, width], and after the first MoE layer the sum of each sequence's balance losses, [B]"""
 
 
 class SliceableTensor(Protocol):
-    """A tensor elsewhere, of which slices are read."""
+    """A tensor on disk whose slices can be read."""
 
     def __getitem__(self, part: Any) -> Tensor: ...
 
 
-def split_hidden(carried: HiddenStates) -> tuple[Tensor, Tensor | None]:
-    return (carried, None) if isinstance(carried, Tensor) else carried
+def split_hidden(hidden: HiddenStates) -> tuple[Tensor, Tensor | None]:
+    return (hidden, None) if isinstance(hidden, Tensor) else hidden
 
 
-def run_block(block: nn.Module, carried: HiddenStates, context: AttentionContext) -> HiddenStates:
-    """A block of either kind: a mixture's also gives losses."""
-    x, balance = split_hidden(carried)
-    found: HiddenStates = block(x, context)
-    x, more = split_hidden(found)
-    if balance is None or more is None:
-        balance = more if balance is None else balance
+def run_block(block: nn.Module, hidden: HiddenStates, context: AttentionContext) -> HiddenStates:
+    """Run a dense or MoE block, and add the balance losses of an MoE block to those before it."""
+    x, total = split_hidden(hidden)
+    out: HiddenStates = block(x, context)
+    x, losses = split_hidden(out)
+    if total is None or losses is None:
+        total = losses if total is None else total
     else:
-        balance = balance + more
-    return x if balance is None else (x, balance)
+        total = total + losses
+    return x if total is None else (x, total)
 
 
 class LanguageModel(nn.Module):
-    """A model with an embedding `embed`, a head `head` and, from its subclass, `blocks` and `norm` in between."""
+    """A decoder: `embed`, then `blocks` and `norm` of the subclass, then `head`."""
 
     blocks: nn.ModuleList
     norm: nn.Module
     embedding_modules: tuple[str, ...] = ("embed", "drop")
-    """the modules that `start` uses"""
+    """modules of the first pipeline layer"""
     weight_source: Mapping[str, SliceableTensor] | None = None
-    """where parameters on the meta device are read from; none: they are drawn by `initial`"""
+    """tensors that initialise parameters on the meta device; none: `initial` draws them"""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -58,12 +56,12 @@ class LanguageModel(nn.Module):
         self.embed = nn.Embedding(config.vocab, config.width)
 
     def add_head(self) -> None:
-        """Adds the head. Last, so that parameters are listed in the order in which they are used."""
+        """Add the head last, so that parameters are listed in the order of their use."""
         self.head = LMHead(self.config.width, self.config.vocab)
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Makes the head use the embedding's matrix, where the model is tied. Moving off the meta device undoes it."""
+        """Make the head share the embedding's weight in a tied model. Moving off the meta device unties them."""
         if self.config.tied:
             self.head.weight = self.embed.weight
 
@@ -72,8 +70,8 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """(sum of losses, number of valid targets). All inputs are int64 [B, T].
 
-        `documents` numbers each token's document: tokens see only their own, and positions restart in each.
-        `positions` says where each token is in its document, for tokens that are not one after another.
+        `documents` are document indices: tokens attend only within their document, and positions restart in each.
+        `positions` are positions of tokens in their documents, where tokens are not consecutive (context parallelism).
         """
         return self.compute_loss(self.hidden_states(tokens, documents, positions), targets)
 
@@ -83,40 +81,41 @@ class LanguageModel(nn.Module):
     def hidden_states(
         self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None
     ) -> HiddenStates:
-        """What the last block gives."""
+        """Output of the last block."""
         self.check_length(tokens)
-        seen = self.attention_context(tokens, documents, positions)
-        carried: HiddenStates = self.embed_inputs(tokens, seen)
+        context = self.attention_context(tokens, documents, positions)
+        hidden: HiddenStates = self.embed_inputs(tokens, context)
         for block in self.blocks:
-            carried = run_block(block, carried, seen)
-        return carried
+            hidden = run_block(block, hidden, context)
+        return hidden
 
-    def compute_loss(self, carried: HiddenStates, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """(sum of losses, number of valid targets). In training the balance losses of a sequence count once for each
-        of its targets, since the sum is divided by the number of targets."""
-        x, balance = split_hidden(carried)
+    def compute_loss(self, hidden: HiddenStates, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """(sum of losses, number of valid targets).
+
+        In training each balance loss of a sequence counts once per target, since the sum is divided by the targets."""
+        x, balance = split_hidden(hidden)
         total, count = self.head(self.norm(x), targets)
         if balance is not None and self.training:
             total = total + (balance.to(total.dtype) * (targets != IGNORE_INDEX).sum(dim=1)).sum()
         return total, count
 
     def embed_inputs(self, tokens: Tensor, context: AttentionContext) -> Tensor:
-        """[B, T, width]: what the first block reads."""
+        """[B, T, width]: input of the first block."""
         raise NotImplementedError
 
     def attention_context(
         self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None
     ) -> AttentionContext:
-        """Where each token is and what it may see."""
-        place = self.token_positions(tokens, documents) if positions is None else positions
-        return AttentionContext(place, documents, self.config.causal)
+        """Positions and attention mask of a batch."""
+        positions = self.token_positions(tokens, documents) if positions is None else positions
+        return AttentionContext(positions, documents, self.config.causal)
 
     @staticmethod
     def token_positions(tokens: Tensor, documents: Tensor | None) -> Tensor:
-        """[1 or B, T]: where each token is in its document."""
-        return positions_of(tokens, documents)
+        """[1 or B, T]: position of each token in its document."""
+        return document_positions(tokens, documents)
 
-    # -- the same, cut into links -------------------------------------------------------------------------------------
+    # -- pipeline layers ----------------------------------------------------------------------------------------------
 
     def pipeline_model(self) -> PipelineModel:
         blocks = (
@@ -133,7 +132,7 @@ class LanguageModel(nn.Module):
                 tokens, documents, positions
             ),
             slice_shared=AttentionContext.slice_tokens,
-            logits=lambda carried, _shared, **_inputs: self.head.logits(self.norm(split_hidden(carried)[0])),
+            logits=lambda hidden, _shared, **_inputs: self.head.logits(self.norm(split_hidden(hidden)[0])),
         )
 
     def _embed_layer(
@@ -143,27 +142,27 @@ class LanguageModel(nn.Module):
         return self.embed_inputs(tokens, context)
 
     def _block_layer(
-        self, index: int, carried: HiddenStates, context: AttentionContext, **_inputs: Tensor
+        self, index: int, hidden: HiddenStates, context: AttentionContext, **_inputs: Tensor
     ) -> HiddenStates:
-        return run_block(self.blocks[index], carried, context)
+        return run_block(self.blocks[index], hidden, context)
 
     def _head_layer(
-        self, carried: HiddenStates, _seen: AttentionContext, targets: Tensor, **_inputs: Tensor
+        self, hidden: HiddenStates, _context: AttentionContext, targets: Tensor, **_inputs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return self.compute_loss(carried, targets)
+        return self.compute_loss(hidden, targets)
 
     def check_length(self, tokens: Tensor) -> None:
         if tokens.shape[1] > self.config.max_seq_len:
             raise ValueError(
-                f"the sequence is longer than the model allows (length={tokens.shape[1]}, "
+                f"the sequence exceeds the model's maximum (length={tokens.shape[1]}, "
                 f"max_seq_len={self.config.max_seq_len}); use a shorter seq_len"
             )
 
     def initial(self, name: str) -> Init:
-        """How the parameter of this name starts."""
-        owner, _, kind = name.rpartition(".")
+        """Initial distribution of a parameter."""
+        owner, _, attribute = name.rpartition(".")
         try:
-            part: nn.Module | None = self.get_submodule(owner)
+            module: nn.Module | None = self.get_submodule(owner)
         except AttributeError:
-            part = None  # the rule for names says what is wrong
-        return part.initial(kind) if isinstance(part, Gate) else transformer_init(name, self.config.layers)
+            module = None  # transformer_init raises
+        return module.initial(attribute) if isinstance(module, Gate) else transformer_init(name, self.config.layers)

@@ -1,4 +1,4 @@
-"""A linear layer whose product our kernels may compute, alone or together with others that read the same input."""
+"""Linear layers that fuse their GEMMs, and RMSNorm alone or with the residual addition."""
 
 import torch
 from torch import Tensor, nn
@@ -11,29 +11,28 @@ from echelon.models.model_config import NORM_EPSILON
 
 
 class Linear(nn.Linear):
+    """A linear layer that our kernels compute, alone or fused with others of the same input."""
+
     arithmetic: LinearGemms = PLAIN_GEMMS
-    """how it multiplies (precision/fp8_linear.py)"""
+    """its GEMMs: plain, or in fp8 (precision/fp8_linear.py)"""
 
     def forward(self, input: Tensor) -> Tensor:
         return project(input, self)
 
 
 def project_all(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
-    """Every layer's output. Layers of a kind that reads x once for all of them (`together`) are asked together."""
+    """Every layer's output. Layers with a method `together`, which reads x once, are called together."""
     together = getattr(layers[0], "together", None)
     if together is None or any(
         type(layer) is not type(layers[0]) or compat.has_hooks_or_patched_forward(layer) for layer in layers
     ):
         return tuple(layer(x) for layer in layers)
-    found: tuple[Tensor, ...] = together(x, layers)
-    return found
+    outputs: tuple[Tensor, ...] = together(x, layers)
+    return outputs
 
 
 def can_fuse_gemm(x: Tensor, *layers: nn.Module) -> bool:
-    """Layers that read x can be one product: on a GPU, without biases, weights side by side.
-
-    And nobody would miss that they are not called: no hook, no adapter in their place.
-    """
+    """Whether the layers can run as one GEMM: on a GPU, without biases, hooks or adapters, with adjacent weights."""
     if not dispatch.use_triton(x) or not all(
         type(layer) is Linear and not compat.has_hooks_or_patched_forward(layer) for layer in layers
     ):
@@ -44,7 +43,7 @@ def can_fuse_gemm(x: Tensor, *layers: nn.Module) -> bool:
 
 class RMSNorm(nn.Module):
     recompute_output = False
-    """backward makes the output again instead of keeping it (memory/checkpointing/checkpoint_policy.py)"""
+    """backward recomputes the output instead of saving it (recompute=ops)"""
 
     def __init__(self, width: int, epsilon: float = NORM_EPSILON) -> None:
         super().__init__()
@@ -56,8 +55,8 @@ class RMSNorm(nn.Module):
 
 
 class ResidualRMSNorm(RMSNorm):
-    """The norm of a residual stream to which something is added first: it gives both."""
+    """Residual addition and RMSNorm in one kernel."""
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """(x + delta, its norm)"""
+        """(x + delta, RMSNorm(x + delta))"""
         return residual_rms_norm(x, delta, self.weight, self.epsilon, recompute=self.recompute_output)

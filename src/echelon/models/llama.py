@@ -1,4 +1,4 @@
-"""Llama: RMSNorm before each part, rotary positions, grouped-query attention, SwiGLU, no biases."""
+"""Llama: pre-RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases."""
 
 from dataclasses import replace
 
@@ -17,9 +17,9 @@ from echelon.models.moe_config import MoEConfig
 
 class LlamaMLP(nn.Module):
     recompute_output = False
-    """backward makes what `down` reads again instead of keeping it"""
+    """backward recomputes the input of `down` instead of saving it (recompute=ops)"""
     share_input = ("gate", "up")
-    """layers that read one input and are asked for their outputs together"""
+    """layers with one input, called together"""
 
     def __init__(self, width: int, ffn: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class LlamaMLP(nn.Module):
 
 
 def build_attention(config: ModelConfig) -> nn.Module:
-    """The kind of attention that a configuration asks for."""
+    """The attention module of a configuration: MLA, with QK norm, or grouped-query."""
     width, heads, kv_heads, dropout = config.width, config.heads, config.kv_heads, config.dropout
     if config.mla is not None:
         return LatentAttention(width, heads, config.mla, epsilon=config.epsilon, dropout=dropout)
@@ -70,14 +70,14 @@ class LlamaBlock(nn.Module):
         return out
 
     def _attend(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:
-        """The stream after attention, and its norm."""
+        """The residual stream after attention, and its norm."""
         x, h = self.norm1(x)
         x, h = self.norm2(x, self.drop1(self.attn(h, context)))
         return x, h
 
 
 class LlamaMoEBlock(LlamaBlock):
-    """A block with experts. It also gives their balance losses [B]."""
+    """A block with an MoE layer. It also returns the balance losses [B]."""
 
     def __init__(self, config: ModelConfig, mixture: MoEConfig) -> None:
         super().__init__(config)
@@ -105,7 +105,7 @@ class Llama(LanguageModel):
     def attention_context(
         self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None
     ) -> AttentionContext:
-        seen = super().attention_context(tokens, documents, positions)
+        context = super().attention_context(tokens, documents, positions)
         config, dtype = self.config, next(self.parameters()).dtype
-        turn = rope_angles(seen.positions, config.rope_dim, config.theta, dtype, config.rope_scaling)
-        return replace(seen, rope=turn)
+        rope = rope_angles(context.positions, config.rope_dim, config.theta, dtype, config.rope_scaling)
+        return replace(context, rope=rope)

@@ -14,18 +14,18 @@ def loss_sum(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_loss_output(output: object) -> tuple[Tensor, Tensor]:
-    """What a model's forward gave, held to the loss contract."""
+    """The output of a model's forward, checked against the loss contract."""
     if isinstance(output, tuple) and len(output) == 2 and isinstance(output[0], Tensor) and output[0].dim() == 0:
         return output[0], torch.as_tensor(output[1])
-    given = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+    actual = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
     raise ValueError(
-        f"the model's forward must return (sum of losses, number of valid targets), and gave {given}; "
+        f"the model's forward must return (sum of losses, number of valid targets), got {actual}; "
         "return for instance F.cross_entropy(x, y, reduction='sum'), len(y)"
     )
 
 
 class LMHead(nn.Module):
-    """The matrix from hidden vectors to logits. A model with a tied embedding replaces `weight` by the embedding's."""
+    """The projection from hidden states to logits. A tied model replaces `weight` by the embedding's."""
 
     def __init__(self, width: int, vocab: int) -> None:
         super().__init__()

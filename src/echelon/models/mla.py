@@ -1,22 +1,21 @@
-"""Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): all that is made of a token passes narrow vectors.
+"""Multi-head latent attention (MLA; DeepSeek-V2, 2024, section 2.1): q, k and v are projected from low-rank latents.
 
 [Note: latent attention]
 
-                            region: a rank works on its own heads
-    x --q_down--> norm --+--q---> heads x (nope | rope)         queries; the second part turns with the position
+                            tensor-parallel region: a rank computes its heads
+    x --q_down--> norm --+--q---> heads x (nope | rope)         queries; RoPE rotates the second part
     |                    |
     +--kv_down--> norm --+--kv--> heads x (nope | value)        keys without positions, and values
         |                |
-        +--> key --------+------> rope, turned                  one for all heads, behind each head's `nope`
+        +--> key --------+------> rope, rotated                 shared by all heads, behind each head's `nope`
 
     scores = (q_nope k_nope' + q_rope k_rope') / sqrt(nope + rope)
 
-What passes into the region is the three narrow vectors side by side: under sequence parallelism that is all that is
-gathered, and the products before it work on a rank's own tokens. Without a `q_down` queries are made of x, which then
-passes too.
+The three latents enter the region concatenated: sequence parallelism gathers only these, and the GEMMs before them
+compute a rank's own tokens. Without a `q_down` queries are projected from x, which then enters the region too.
 
-Turned pairs are (i, i + rope/2), as everywhere here (kernels/attention/rope.py). Published DeepSeek weights have them side by
-side, (2i, 2i + 1): names.py puts the rows of `q` and `kv_down` that make them into our order.
+RoPE rotates pairs (i, i + rope/2), as everywhere here (kernels/attention/rope.py). Published DeepSeek weights have
+pairs (2i, 2i + 1): hf/param_names.py reorders the rows of `q` and `kv_down` that produce them.
 """
 
 import torch
@@ -31,63 +30,65 @@ from echelon.models.layers import Linear, RMSNorm, project_all
 
 
 class LatentHeads(nn.Module):
-    """From narrow vectors to what each head gives. How many heads is read from the projections' width."""
+    """From latents to the output of each head. The number of heads follows from the width of the projections."""
 
-    def __init__(self, latent: MLAConfig, query_source: int, heads: int, *, dropout: float) -> None:
+    def __init__(self, config: MLAConfig, query_source: int, heads: int, *, dropout: float) -> None:
         super().__init__()
-        self.config = latent
-        self.input_sizes = (query_source, latent.kv_rank, latent.rope_dim)
-        """of what is read: for queries, for keys and values, the turning part of the keys"""
-        self.q = Linear(query_source, heads * latent.head_dim, bias=False)
-        self.kv = Linear(latent.kv_rank, heads * (latent.nope_dim + latent.value_dim), bias=False)
+        self.config = config
+        self.input_sizes = (query_source, config.kv_rank, config.rope_dim)
+        """of the input: latent of queries, latent of keys and values, rotated part of the keys"""
+        self.q = Linear(query_source, heads * config.head_dim, bias=False)
+        self.kv = Linear(config.kv_rank, heads * (config.nope_dim + config.value_dim), bias=False)
         self.core = CoreAttention(dropout)
 
-    def forward(self, narrow: Tensor, context: AttentionContext) -> Tensor:
+    def forward(self, latents: Tensor, context: AttentionContext) -> Tensor:
         """[B, T, heads x value_dim]"""
-        assert context.rope is not None, "latent attention turns by the position, and there are no angles"
-        of_query, of_kv, of_key = narrow.split(self.input_sizes, dim=-1)
-        y = self.core(self.q(of_query), of_key, self.kv(of_kv), context, self._prepare)
+        assert context.rope is not None, "latent attention requires RoPE angles"
+        query_latent, kv_latent, key = latents.split(self.input_sizes, dim=-1)
+        y = self.core(self.q(query_latent), key, self.kv(kv_latent), context, self._prepare)
         out: Tensor = y.transpose(1, 2).flatten(2)
         return out
 
     def _prepare(self, query: Tensor, key: Tensor, kv: Tensor, context: AttentionContext) -> QKV:
-        """The note's second half, from what `q` and `kv` made and the turning part of the keys."""
-        latent, turn = self.config, context.rope
-        assert turn is not None
-        q_nope, q_rope = _split_heads(query, latent.nope_dim, latent.rope_dim)
-        k_nope, v = _split_heads(kv, latent.nope_dim, latent.value_dim)
-        k_rope = apply_rotary(key.unsqueeze(1), turn).expand(-1, k_nope.shape[1], -1, -1)
-        q, k = torch.cat((q_nope, apply_rotary(q_rope, turn)), dim=-1), torch.cat((k_nope, k_rope), dim=-1)
+        """Queries, keys and values from the outputs of `q` and `kv` and the rotated part of the keys."""
+        config, rope = self.config, context.rope
+        assert rope is not None
+        q_nope, q_rope = _split_heads(query, config.nope_dim, config.rope_dim)
+        k_nope, v = _split_heads(kv, config.nope_dim, config.value_dim)
+        k_rope = apply_rotary(key.unsqueeze(1), rope).expand(-1, k_nope.shape[1], -1, -1)
+        q, k = torch.cat((q_nope, apply_rotary(q_rope, rope)), dim=-1), torch.cat((k_nope, k_rope), dim=-1)
         return q, k, v
 
 
 class LatentAttention(nn.Module):
-    recompute_output = False
-    """what `o` reads is found where attention keeps it, and not kept once more in another type"""
-    share_input = ("q_down", "kv_down")
-    """layers that read one input and are asked for their outputs together"""
+    """MLA: low-rank projections, heads, output projection."""
 
-    def __init__(self, width: int, heads: int, latent: MLAConfig, *, epsilon: float, dropout: float) -> None:
+    recompute_output = False
+    """`o` recomputes its input from what the core saved, instead of saving it once more in another dtype"""
+    share_input = ("q_down", "kv_down")
+    """layers with one input, called together"""
+
+    def __init__(self, width: int, heads: int, config: MLAConfig, *, epsilon: float, dropout: float) -> None:
         super().__init__()
-        self.config = latent
-        if latent.query_rank:
-            self.q_down = Linear(width, latent.query_rank, bias=False)
-            self.q_norm = RMSNorm(latent.query_rank, epsilon)
-        self.kv_down = Linear(width, latent.kv_rank + latent.rope_dim, bias=False)
-        self.kv_norm = RMSNorm(latent.kv_rank, epsilon)
-        self.heads = LatentHeads(latent, latent.query_rank or width, heads, dropout=dropout)
-        self.o = Linear(heads * latent.value_dim, width, bias=False)
+        self.config = config
+        if config.query_rank:
+            self.q_down = Linear(width, config.query_rank, bias=False)
+            self.q_norm = RMSNorm(config.query_rank, epsilon)
+        self.kv_down = Linear(width, config.kv_rank + config.rope_dim, bias=False)
+        self.kv_norm = RMSNorm(config.kv_rank, epsilon)
+        self.heads = LatentHeads(config, config.query_rank or width, heads, dropout=dropout)
+        self.o = Linear(heads * config.value_dim, width, bias=False)
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         y = self.heads(self._compress(x), context)
         if self.recompute_output:
-            kept = y.detach()
-            tensor_metadata.attach(y, TensorMetadata(recompute=lambda _gradient: kept))
+            saved = y.detach()
+            tensor_metadata.attach(y, TensorMetadata(recompute=lambda _gradient: saved))
         out: Tensor = self.o(y)
         return out
 
     def _compress(self, x: Tensor) -> Tensor:
-        """[B, T, ...]: what queries, what keys and values, and what the turning part of the keys are made of."""
+        """[B, T, ...]: the latents of queries, of keys and values, and the rotated part of the keys."""
         if self.config.query_rank:
             query, kv = project_all(x, self.q_down, self.kv_down)
             query = self.q_norm(query)
@@ -98,6 +99,6 @@ class LatentAttention(nn.Module):
 
 
 def _split_heads(x: Tensor, *dims: int) -> tuple[Tensor, Tensor]:
-    """Both parts of every head, [B, H, T, dim] each."""
+    """The two parts of every head, [B, H, T, dim] each."""
     first, second = x.unflatten(-1, (-1, sum(dims))).transpose(1, 2).split(dims, dim=-1)
     return first, second

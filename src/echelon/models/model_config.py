@@ -1,4 +1,4 @@
-"""The named model sizes and what can be said of them without building them. No torch."""
+"""`ModelConfig`, the configuration of a model that we build; its parameters and FLOPs; the named sizes. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ NORM_EPSILON = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of a one-device model."""
+    """The configuration of a model."""
 
     name: str
     """The name of the size, as in `model = "gpt2-124m"`."""
@@ -47,74 +47,76 @@ class ModelConfig:
     max_seq_len: int
     """Longest sequence; for conv, side of the square image."""
     tied: bool = False
-    """Whether the head uses the embedding's matrix."""
+    """Whether the head shares the embedding's weight."""
     dropout: float = 0.0
     """Probability that dropout zeroes an element in training."""
     causal: bool = True
-    """Whether a token sees only those before it; otherwise it sees all of its document."""
+    """Whether attention is causal; otherwise a token attends to its full document."""
     moe: MoEConfig | None = None
-    """Experts in place of the feed-forward part of some layers."""
+    """MoE layers in place of some dense ones."""
     mla: MLAConfig | None = None
-    """DeepSeek's attention (llama)."""
+    """Multi-head latent attention (llama)."""
     explicit_head_dim: int = 0
-    """Size of a head where it is not the width divided by the heads; 0: it is."""
+    """Head dim where it is not width / heads; 0: it is (llama)."""
     qk_norm: bool = False
-    """Whether each head's queries and keys pass a norm (llama)."""
+    """Whether RMSNorm normalises each head's queries and keys (llama)."""
     qkv_bias: bool = False
-    """Whether queries, keys and values have biases, as Qwen2's have (llama)."""
+    """Whether the q, k and v projections have biases, as in Qwen2 (llama)."""
     theta: float = ROPE_THETA
-    """Rotary positions: the slowest pair turns once in 2 pi times nearly so many tokens (llama)."""
+    """Base of RoPE's frequencies (llama)."""
     epsilon: float = NORM_EPSILON
-    """What norms add to a mean square."""
+    """Epsilon of norms."""
     rope_scaling: RopeScaling | None = None
-    """Rotary positions for longer sequences than the first ones (llama)."""
+    """RoPE scaling for longer sequences than those of pre-training (llama)."""
 
     def __post_init__(self) -> None:
-        wrong = []
+        errors = []
         if self.family not in FAMILIES:
-            wrong.append(f"family is not one of {', '.join(FAMILIES)} (family={self.family}); use one of them")
+            errors.append(f"family is not one of {', '.join(FAMILIES)} (family={self.family}); use one of them")
         for field in ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "max_seq_len"):
             if getattr(self, field) < 1:
-                wrong.append(f"{field} is less than 1 ({field}={getattr(self, field)}); use 1 or more")
+                errors.append(f"{field} is less than 1 ({field}={getattr(self, field)}); use 1 or more")
         for field in ("mla", "qk_norm", "qkv_bias", "rope_scaling", "explicit_head_dim"):
             given = getattr(self, field)
             if given and self.family != "llama":
-                wrong.append(f"{field} is an option of the llama family (family={self.family}); leave it out")
+                errors.append(f"{field} is an option of the llama family (family={self.family}); leave it out")
             elif given and field != "mla" and self.mla:
-                wrong.append(f"latent attention has heads of its own ({field}={given}); leave it out")
+                errors.append(f"{field} is incompatible with latent attention ({field}={given}); leave it out")
         if self.mla and self.heads != self.kv_heads:
-            wrong.append(
-                f"latent attention has keys and values for every head (heads={self.heads}, kv_heads={self.kv_heads}); "
+            errors.append(
+                f"latent attention requires kv_heads = heads (heads={self.heads}, kv_heads={self.kv_heads}); "
                 "make them equal"
             )
         if not 0 <= self.dropout < 1:
-            wrong.append(f"dropout is not in [0, 1) (dropout={self.dropout}); use 0 to switch it off")
-        if not wrong and self.width % self.heads and not (self.mla or self.explicit_head_dim):
-            wrong.append(f"heads do not divide the width (width={self.width}, heads={self.heads}); change one of them")
-        elif not wrong and self.family == "llama" and self.head_dim % 2:
-            wrong.append(f"rotary positions need an even width per head (head_dim={self.head_dim}); change the heads")
-        if not wrong and self.heads % self.kv_heads:
-            wrong.append(f"kv_heads do not divide the heads (heads={self.heads}, kv_heads={self.kv_heads}); change one")
-        if not wrong and self.family == "conv" and self.max_seq_len % 2**self.layers:
-            wrong.append(
+            errors.append(f"dropout is not in [0, 1) (dropout={self.dropout}); use 0 to switch it off")
+        if not errors and self.width % self.heads and not (self.mla or self.explicit_head_dim):
+            errors.append(f"heads do not divide the width (width={self.width}, heads={self.heads}); change one of them")
+        elif not errors and self.family == "llama" and self.head_dim % 2:
+            errors.append(f"RoPE requires an even head_dim (head_dim={self.head_dim}); change the heads")
+        if not errors and self.heads % self.kv_heads:
+            errors.append(
+                f"kv_heads do not divide the heads (heads={self.heads}, kv_heads={self.kv_heads}); change one"
+            )
+        if not errors and self.family == "conv" and self.max_seq_len % 2**self.layers:
+            errors.append(
                 f"{self.layers} convolutions cannot halve the image (max_seq_len={self.max_seq_len}); use fewer"
             )
-        if wrong:
-            raise ValueError(f"model {self.name!r}: " + "; also ".join(wrong))
+        if errors:
+            raise ValueError(f"model {self.name!r}: " + "; also ".join(errors))
 
     @property
     def head_dim(self) -> int:
-        """Of queries and keys."""
+        """Head dim of queries and keys."""
         return self.mla.head_dim if self.mla else self.explicit_head_dim or self.width // self.heads
 
     @property
     def value_dim(self) -> int:
-        """Of a head's values."""
+        """Head dim of values."""
         return self.mla.value_dim if self.mla else self.head_dim
 
     @property
     def rope_dim(self) -> int:
-        """Of a head, what rotary positions turn."""
+        """Elements of a head that RoPE rotates."""
         return self.mla.rope_dim if self.mla else self.head_dim
 
     @property
@@ -147,14 +149,14 @@ class ModelConfig:
 
     @property
     def num_moe_layers(self) -> int:
-        """Layers with experts."""
+        """Number of MoE layers."""
         return sum(self.moe.is_moe_layer(layer) for layer in range(self.layers)) if self.moe else 0
 
     @property
     def matmul_parameters(self) -> int:
-        """What MFU counts: the parameters without the input embedding and positions; a tied head counts, once.
+        """Parameters that MFU counts: without the input embedding and positions, with the head, tied or not.
 
-        Of experts those that a token passes through.
+        Of routed experts only those of one token.
         """
         if self.family == "conv":
             return self.parameters
@@ -164,7 +166,7 @@ class ModelConfig:
 
     @property
     def idle_parameters(self) -> int:
-        """Of experts that a token does not pass through."""
+        """Parameters of routed experts that one token does not use."""
         if self.moe is None:
             return 0
         return round(self.num_moe_layers * (self.moe.parameters(self.width) - self.moe.active_parameters(self.width)))
@@ -173,8 +175,8 @@ class ModelConfig:
         """FLOPs of a training step per token: 6 per matmul parameter, plus attention. For conv, per image."""
         if self.family == "conv":
             sides = (self.max_seq_len >> layer for layer in range(self.layers))
-            products = (KERNEL_WEIGHTS * i * o * s * s for (i, o), s in zip(self.convolutions, sides, strict=True))
-            return 6 * (self._conv_head_parameters + sum(products))
+            macs = (KERNEL_WEIGHTS * i * o * s * s for (i, o), s in zip(self.convolutions, sides, strict=True))
+            return 6 * (self._conv_head_parameters + sum(macs))
         scores_and_values = self.layers * self.heads * (self.head_dim + self.value_dim) * seq_len
         return 6 * self.matmul_parameters + (3 if self.causal else 6) * scores_and_values
 
@@ -297,7 +299,7 @@ _TABLE = (
     ),
     replace(
         _gpt("gshard-tiny", 4, 64, 4, vocab=257, seq=256),
-        # With the paper's order of places, later tokens could displace earlier ones.
+        # In the paper's order of capacity slots, later tokens could displace earlier ones.
         moe=MoEConfig(
             experts=8, k=2, ffn=256, gate="gshard", options=(("order", "tokens"),), activation="relu", every=2
         ),
@@ -339,7 +341,7 @@ _TABLE = (
         theta=1e6,
         epsilon=1e-6,
     ),
-    # DeepSeek's long contexts were made by changing the angles (YaRN) after training with these.
+    # DeepSeek extended its context by YaRN after training with these angles.
     replace(
         _llama("deepseek-v2", 60, 5120, 128, 128, 12288, vocab=102400, seq=163840),
         mla=_DEEPSEEK,
@@ -355,7 +357,7 @@ _TABLE = (
         theta=1e4,
         epsilon=1e-6,
     ),
-    # Without the layer that predicts a second token (MTP), as its published total of 671 billion is.
+    # Without the multi-token-prediction layer (MTP), as in its published total of 671 billion.
     replace(
         _llama("deepseek-v3", 61, 7168, 128, 128, 18432, vocab=129280, seq=163840),
         mla=_DEEPSEEK,
@@ -378,15 +380,17 @@ SIZES: Mapping[str, ModelConfig] = {config.name: config for config in _TABLE}
 
 
 def find_model(name: str) -> ModelConfig:
-    """The size with this name, or of the model in this directory."""
+    """The configuration of a named size, or of the model in a directory."""
     if name in SIZES:
         return SIZES[name]
-    from echelon.models import model_dir  # it knows this file
+    from echelon.models import model_dir  # imports this module
 
     if model_dir.is_model_dir(name):
         return model_dir.read_model_dir(Path(name)).config
-    rule, hint = "is not the name of a model size", did_you_mean(name, SIZES)
-    raise ValidationError([ValidationIssue(key="model", value=name, message=rule, legal=", ".join(SIZES), hint=hint)])
+    message, hint = "is an unknown model size", did_you_mean(name, SIZES)
+    raise ValidationError(
+        [ValidationIssue(key="model", value=name, message=message, legal=", ".join(SIZES), hint=hint)]
+    )
 
 
 def override_config(
@@ -398,17 +402,14 @@ def override_config(
     expert_dropout: float | None = None,
     seq_len: int = 0,
 ) -> ModelConfig:
-    """The size with what a configuration sets in place of its own; none keeps it.
-
-    Rotary positions have no table, so that their models take sequences of any length.
-    """
-    rotary, mixture = config.family == "llama", config.moe
-    if mixture is not None:
-        mixture = override_gate(mixture, gate) if gate else mixture
-        mixture = mixture if expert_dropout is None else replace(mixture, dropout=expert_dropout)
+    """The configuration with the overrides that are given. RoPE allows sequences of any length."""
+    rotary, moe = config.family == "llama", config.moe
+    if moe is not None:
+        moe = override_gate(moe, gate) if gate else moe
+        moe = moe if expert_dropout is None else replace(moe, dropout=expert_dropout)
     return replace(
         config,
-        moe=mixture,
+        moe=moe,
         max_seq_len=max(config.max_seq_len, seq_len) if rotary else config.max_seq_len,
         dropout=config.dropout if dropout is None else dropout,
         tied=config.tied if tied is None else tied,
@@ -418,13 +419,10 @@ def override_config(
 def reduced_config(
     config: ModelConfig, *, layers: int = 4, width: int = 64, heads: int = 4, vocab: int = 257, max_seq_len: int = 256
 ) -> ModelConfig:
-    """A small model of the same kind: family, tied, dropout, and as near as can be the ratios of kv heads and ffn.
-
-    Heads, latent vectors and experts become small ones.
-    """
+    """A small model of the same family and features, with about the same ratios of kv heads and ffn."""
     if config.family == "conv":
         return config
-    ratio, smaller = config.heads / config.kv_heads, width / config.width
+    ratio, scale = config.heads / config.kv_heads, width / config.width
     divisors = [kv for kv in range(1, heads + 1) if heads % kv == 0]
     per_head = config.explicit_head_dim * config.heads / config.width
     return replace(
@@ -439,5 +437,5 @@ def reduced_config(
         max_seq_len=min(max_seq_len, config.max_seq_len),
         explicit_head_dim=2 * round(per_head * width / heads / 2),
         mla=config.mla and config.mla.reduced(width // heads),
-        moe=config.moe and config.moe.reduced(smaller),
+        moe=config.moe and config.moe.reduced(scale),
     )

@@ -1,4 +1,4 @@
-"""Mixtures of experts in our models: which layers have them, and how they are made of their configuration."""
+"""Builds the dense and MoE blocks of a model from its configuration."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,7 +20,7 @@ def build_blocks(
     dense_block: Callable[[ModelConfig], nn.Module],
     moe_block: Callable[[ModelConfig, MoEConfig], nn.Module],
 ) -> Iterator[nn.Module]:
-    """The blocks of a model, with experts in those that the configuration names."""
+    """The blocks of a model, dense or MoE as the configuration places them."""
     for layer in range(config.layers):
         if config.moe is not None and config.moe.is_moe_layer(layer):
             yield moe_block(config, config.moe)
@@ -36,7 +36,7 @@ def build_moe_layer(config: ModelConfig, moe: MoEConfig, shared: nn.Module | Non
 
 
 def validate_gate(moe: MoEConfig) -> list[ValidationIssue]:
-    """What is wrong with a mixture's gate and its options."""
+    """Issues of the gate and its options."""
     try:
         options: dict[str, Any] = dict(moe.options)
         with torch.device("meta"):

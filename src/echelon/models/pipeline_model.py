@@ -30,7 +30,7 @@ def _no_shared(**_: Any) -> None:
 class PipelineLayer:
     """The smallest part of a model that a pipeline stage can hold.
 
-    >>> layer = ec.PipelineLayer("embed", ("embed",), lambda carried, shared, tokens: tokens)
+    >>> layer = ec.PipelineLayer("embed", ("embed",), lambda hidden, shared, tokens: tokens)
     >>> layer.modules
     ('embed',)
     """
@@ -48,13 +48,13 @@ class PipelineModel:
     """The pipeline layers of a model, in order.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
-    >>> chain = ec.PipelineModel(
+    >>> pipeline_model = ec.PipelineModel(
     ...     layers=(
-    ...         ec.PipelineLayer("first", ("0",), lambda carried, shared, x: model[0](x)),
-    ...         ec.PipelineLayer("last", ("1",), lambda carried, shared, x: model[1](carried)),
+    ...         ec.PipelineLayer("first", ("0",), lambda hidden, shared, x: model[0](x)),
+    ...         ec.PipelineLayer("last", ("1",), lambda hidden, shared, x: model[1](hidden)),
     ...     )
     ... )
-    >>> [layer.name for layer in chain.layers]
+    >>> [layer.name for layer in pipeline_model.layers]
     ['first', 'last']
     """
 

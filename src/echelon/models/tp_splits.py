@@ -1,6 +1,6 @@
-"""How tensor parallelism divides our models: beside them, so that the models themselves stay written for one device.
+"""Tensor-parallel roles of the modules of our models, beside them: the models are written for one device.
 
-The words are explained in parallel/tp/cost.py. A user's own model brings such a table as its attribute `split`.
+parallel/tp/cost.py explains the roles. A custom model has such a table as its attribute `split`.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _MLA = {
     "blocks.*.attn.kv_down": "sequence",
     "blocks.*.attn.kv_norm": "sequence",
     "blocks.*.attn.heads": "region",
-    # tp divides the heads, so that the columns of one rank are whole heads.
+    # tp divides the heads, so that a rank's columns are complete heads.
     "blocks.*.attn.heads.q": "column",
     "blocks.*.attn.heads.kv": "column",
     "blocks.*.attn.heads.core.dropout": "heads",
     "blocks.*.attn.o": "row",
 }
-"""in place of attention's words: narrow vectors are made of a rank's own tokens, and pass into the region"""
+"""replaces the roles of attention: a rank projects its own tokens to latents, which enter the region"""
 
 _QK_NORM = {"blocks.*.attn.q_norm": "inside", "blocks.*.attn.k_norm": "inside"}
 
@@ -59,37 +59,37 @@ SPLITS: dict[str, dict[str, str]] = {
 
 
 def _split_table(config: ModelConfig) -> dict[str, str]:
-    """One of our own models'."""
+    """The table of one of our models."""
     table = SPLITS.get(config.family, {})
     if config.qk_norm:
         table = {**table, **_QK_NORM}
     if config.mla is not None:
-        words = {pattern: word for pattern, word in _MLA.items() if ".q_" not in pattern or config.mla.query_rank}
-        table = {**{pattern: word for pattern, word in table.items() if not pattern.startswith(ATTENTION)}, **words}
+        roles = {pattern: role for pattern, role in _MLA.items() if ".q_" not in pattern or config.mla.query_rank}
+        table = {**{pattern: role for pattern, role in table.items() if not pattern.startswith(ATTENTION)}, **roles}
     return table if config.moe is None else _with_moe_layers(table, config, config.moe)
 
 
-def _with_moe_layers(table: dict[str, str], config: ModelConfig, mixture: MoEConfig) -> dict[str, str]:
-    """The feed-forward part's words are those of its shared expert where there are experts: these go by expert.py."""
-    inner = {pattern: word for pattern, word in table.items() if pattern.startswith(MLP)}
-    found = {pattern: word for pattern, word in table.items() if pattern not in inner}
+def _with_moe_layers(table: dict[str, str], config: ModelConfig, moe: MoEConfig) -> dict[str, str]:
+    """Give the roles of the MLP to the shared expert of MoE layers; parallel/ep splits the routed experts."""
+    inner = {pattern: role for pattern, role in table.items() if pattern.startswith(MLP)}
+    result = {pattern: role for pattern, role in table.items() if pattern not in inner}
     for layer in range(config.layers):
-        experts = mixture.is_moe_layer(layer)
-        if experts and not mixture.shared_ffn:
+        experts = moe.is_moe_layer(layer)
+        if experts and not moe.shared_ffn:
             continue
-        place = f"blocks.{layer}.mlp" + (".shared" if experts else "")
-        found.update({pattern.replace(MLP, place): word for pattern, word in inner.items()})
-    return found
+        module = f"blocks.{layer}.mlp" + (".shared" if experts else "")
+        result.update({pattern.replace(MLP, module): role for pattern, role in inner.items()})
+    return result
 
 
 def get_tp_split(model: nn.Module) -> dict[str, str]:
-    """The model's table, or a clear refusal."""
+    """The model's table of tensor-parallel roles."""
     config = getattr(model, "config", None)
     table = getattr(model, "split", None) or (_split_table(config) if isinstance(config, ModelConfig) else None)
     if not table:
         raise ValueError(
-            f"tensor parallelism needs to know how to divide {type(model).__name__}; "
-            "give the class an attribute `split`, from module patterns to words "
+            f"tp > 1 requires an attribute `split` of {type(model).__name__}; "
+            "add it, from module patterns to roles "
             '(for instance {"mlp": "region", "mlp.up": "column", "mlp.down": "row"}), or use tp=1'
         )
     return dict(table)

@@ -1,4 +1,4 @@
-"""A user's own module, named `file.py:factory`: text that travels to every rank, which then calls the function."""
+"""Custom models as text, `file.py:factory`: every rank loads the file and calls the function."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from echelon.layout.validation_error import ValidationIssue, did_you_mean
 
 
 def is_user_model(spec: str) -> bool:
-    """`file.py:factory`, a module of the user's own."""
+    """Whether a model is given as `file.py:factory`."""
     return ":" in spec
 
 
 def validate_spec(spec: str, *, key: str = "model", legal: str = "file.py:factory") -> Iterator[ValidationIssue]:
-    """What is wrong with `file.py:name`, as far as can be told without running the file: that may take seconds."""
+    """Issues of `file.py:name` that show without running the file, which may take seconds."""
     path, _, name = spec.rpartition(":")
     if not Path(path).is_file():
         yield ValidationIssue(key=key, value=spec, message="names no Python file", legal=legal)
@@ -40,7 +40,7 @@ def validate_spec(spec: str, *, key: str = "model", legal: str = "file.py:factor
 
 
 def _defined_names(tree: ast.AST) -> Iterator[str]:
-    """Every name that the file may define, whatever decides it."""
+    """Every name that the file may define, on any branch."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
@@ -51,33 +51,33 @@ def _defined_names(tree: ast.AST) -> Iterator[str]:
 
 
 USER_MODULE_PREFIX = "echelon_user_"
-"""what the names of users' files start with in `sys.modules`"""
+"""prefix of user files in `sys.modules`"""
 
 
 def refuse_while_loading(verb: str) -> None:
-    """A file that trains when it is read would train again in every rank, which reads it for its functions."""
+    """Raise if a user file calls `verb` at import: every rank imports the file, and would call it again."""
     for frame in inspect.stack(context=0):
         name = frame.frame.f_globals.get("__name__", "")
-        # The second is the name under which multiprocessing reads a program's file in a new process.
+        # multiprocessing imports the main program under the second name.
         if frame.function == "<module>" and (name.startswith(USER_MODULE_PREFIX) or name == "__mp_main__"):
             raise ValueError(
-                f"{frame.filename} calls {verb} while a rank reads it to find the model; "
+                f"{frame.filename} calls {verb} while a rank imports it to load the model; "
                 'put the call under `if __name__ == "__main__":`'
             )
 
 
 def load_factory(spec: str) -> Callable[..., Any]:
-    """The function that `file.py:name` means."""
+    """The function that `file.py:name` names."""
     path, _, name = spec.rpartition(":")
     if not path or not name:
-        raise ValueError(f"a model of your own is named file.py:factory ({spec!r}); add the name of the function")
+        raise ValueError(f"a custom model is named file.py:factory ({spec!r}); add the name of the function")
     module = _load_module(Path(path))
     if not hasattr(module, name):
         raise ValueError(
             f"{path} has no function {name!r}; it has {', '.join(n for n in vars(module) if not n.startswith('_'))}"
         )
-    found: Callable[..., Any] = getattr(module, name)
-    return found
+    factory: Callable[..., Any] = getattr(module, name)
+    return factory
 
 
 def _load_module(path: Path) -> ModuleType:
@@ -85,7 +85,7 @@ def _load_module(path: Path) -> ModuleType:
     if key in sys.modules and getattr(sys.modules[key], "__file__", None) == str(path.resolve()):
         return sys.modules[key]
     if not path.is_file():
-        raise ValueError(f"there is no such file ({path}); give the path of a Python file")
+        raise ValueError(f"the file is missing ({path}); give the path of a Python file")
     spec = importlib.util.spec_from_file_location(key, path.resolve())
     assert spec is not None
     assert spec.loader is not None
@@ -95,7 +95,7 @@ def _load_module(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[key]  # half of a module must not be taken for the module next time
+        del sys.modules[key]  # a half-loaded module must not be reused
         raise
     finally:
         sys.path.remove(str(path.resolve().parent))
@@ -103,7 +103,7 @@ def _load_module(path: Path) -> ModuleType:
 
 
 def factory_spec(function: Callable[..., Any]) -> str:
-    """`file.py:name` of a function of the user's, so that ranks can find it."""
+    """`file.py:name` of a user's function, which ranks import."""
     path, name = inspect.getsourcefile(function), function.__qualname__
     if path is None or "<" in name or "." in name:
         raise ValueError(f"ranks must be able to import the function ({name}); define it at the top level of a file")

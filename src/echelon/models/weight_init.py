@@ -1,4 +1,4 @@
-"""The first values of parameters, by name, so that any rank can make any slice of any parameter."""
+"""Initial values of parameters by name, so that any rank can draw any slice of any parameter."""
 
 import math
 from typing import Protocol, cast
@@ -21,27 +21,25 @@ class HasParamInit(Protocol):
 
 
 def transformer_init(name: str, layers: int) -> Init:
-    """GPT-2's rule: normals of 0.02, less for what is added to the residual stream, norms 1, biases 0."""
-    owner, _, kind = name.rpartition(".")
+    """GPT-2's rule: normal with std 0.02, less for projections into the residual stream, norms 1, biases 0."""
+    owner, _, attribute = name.rpartition(".")
     module = owner.rpartition(".")[2]
-    if kind == "bias":
+    if attribute == "bias":
         return ZEROS
     if module == "experts":
-        return normal_init(INIT_STD / math.sqrt(2 * layers) if kind == "down" else INIT_STD)
+        return normal_init(INIT_STD / math.sqrt(2 * layers) if attribute == "down" else INIT_STD)
     if module in NORMS:
         return ONES
     if module in RESIDUAL:
-        # Each block adds two of them: the variance of the sum stays that of one.
+        # Each block adds two projections to the residual stream; the variance of their sum stays that of one.
         return normal_init(INIT_STD / math.sqrt(2 * layers))
     if module in MATRICES:
         return normal_init(INIT_STD)
-    raise ValueError(
-        f"no initial values are known for this parameter ({name}); add its module to models/weight_init.py"
-    )
+    raise ValueError(f"unknown initialisation of a parameter ({name}); add its module to models/weight_init.py")
 
 
 def init_weights(model: nn.Module, seed: int) -> None:
-    """Fills a whole one-device model, buffers too. A tied parameter goes by the first of its names."""
+    """Fill the parameters and buffers of an unsharded model. A tied parameter is drawn under its first name."""
     source = cast(HasParamInit, model)
     for name, parameter in model.named_parameters():
         source.initial(name).fill(parameter, seed, name)

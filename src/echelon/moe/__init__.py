@@ -1,4 +1,4 @@
-"""Mixture of experts on one device: gates, which decide who sees what. Importing this loads no torch."""
+"""MoE layers on one device: gates, routing, experts. Importing this loads no torch."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ __all__ = ["GATES", "build_gate"]
 
 
 class _LazyGates(Mapping[str, "type[Gate]"]):
-    """Classes by name, imported when they are asked for."""
+    """Gate classes by name, imported on first use."""
 
-    def __init__(self, places: Mapping[str, tuple[str, str]]) -> None:
-        self._places = places
+    def __init__(self, modules: Mapping[str, tuple[str, str]]) -> None:
+        self._modules = modules
 
     def __getitem__(self, name: str) -> type[Gate]:
-        module, kind = self._places[name]
-        found: type[Gate] = getattr(import_module(f"echelon.moe.gates.{module}"), kind)
-        return found
+        module, class_name = self._modules[name]
+        gate: type[Gate] = getattr(import_module(f"echelon.moe.gates.{module}"), class_name)
+        return gate
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._modules)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._modules)
 
 
 GATES: Mapping[str, type[Gate]] = _LazyGates(
@@ -52,18 +52,18 @@ GATES: Mapping[str, type[Gate]] = _LazyGates(
 
 
 def build_gate(name: str, width: int, num_experts: int, k: float, *, causal: bool = False, **options: Any) -> Gate:
-    """The gate of this name for vectors of this width.
+    """Build a gate by name.
 
-    `k` is how many experts see a token; for expert choice the average of it, the paper's capacity factor. In causal
-    training a gate that lets later tokens change an earlier one's experts is warned about.
+    `k` is the experts per token; for expert choice their average, the paper's capacity factor. Warns if a gate leaks
+    future tokens in causal training.
     """
     if name not in GATES:
-        rule, legal = "is not the name of a gate", ", ".join(GATES)
+        rule, legal = "is an unknown gate", ", ".join(GATES)
         raise ValidationError(
             [ValidationIssue(key="gate", value=name, message=rule, legal=legal, hint=did_you_mean(name, GATES))]
         )
-    kind = GATES[name]
-    known = [p.name for p in inspect.signature(kind).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    gate_class = GATES[name]
+    known = [p.name for p in inspect.signature(gate_class).parameters.values() if p.kind is p.KEYWORD_ONLY]
     rule, legal = f"is not an option of the gate {name}", ", ".join(known) or "none"
     wrong = [
         ValidationIssue(key=key, value=str(value), message=rule, legal=legal, hint=did_you_mean(key, known))
@@ -72,12 +72,11 @@ def build_gate(name: str, width: int, num_experts: int, k: float, *, causal: boo
     ]
     if wrong:
         raise ValidationError(wrong)
-    gate = kind(width, num_experts, k, **options)
+    gate = gate_class(width, num_experts, k, **options)
     if causal and gate.leaks_future:
         warnings.warn(
-            f"gate {name} lets later tokens of a sequence change which experts see an earlier one: in causal training "
-            "the model can read the future, and cannot when it writes; use a gate that does not leak "
-            "(gate.leaks_future)",
+            f"gate {name} leaks future tokens: later tokens of a sequence change the experts of earlier ones, which "
+            "causal training can exploit and generation cannot; use a gate with leaks_future=False",
             stacklevel=2,
         )
     return gate

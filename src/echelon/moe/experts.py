@@ -1,4 +1,10 @@
-"""Experts: feed-forward networks of one shape, of which each token passes through some."""
+"""Experts of an MoE layer as grouped GEMMs, and dropout inside them.
+
+[Note: expert dropout]
+Dropout inside experts (Fedus et al. 2021, section 2.4) has masks that do not depend on the rank of an expert. A token
+has a key, a function of (seed, site, sample, position). With the expert's index it gives the key of an assignment, and
+that with the index of the hidden unit decides whether the unit is dropped. Token dispatch sends the keys along.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +23,7 @@ ACTIVATIONS = ("swiglu", "gelu", "relu")
 
 
 class Experts(nn.Module):
-    """`up` holds what an expert reads its input with: one matrix, or gate and up side by side (swiglu)."""
+    """MLPs of one shape. `up` holds one matrix per expert, or gate and up (swiglu)."""
 
     def __init__(
         self, num_experts: int, width: int, ffn: int, *, activation: str = "swiglu", dropout: float = 0.0
@@ -30,7 +36,7 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(num_experts, width, ffn))
         self.drop = ExpertDropout(dropout)
         self.first_unit = 0
-        """number of the first hidden unit at hand, in the whole expert"""
+        """index of the first local hidden unit in the unsharded expert"""
 
     def forward(
         self,
@@ -39,11 +45,11 @@ class Experts(nn.Module):
         dropout_keys: Tensor | None = None,
         through: Callable[[Experts], Tensor] | None = None,
     ) -> Tensor:
-        """[rows, width] from rows that come expert by expert; each expert's end at `ends` [experts] int32.
+        """[tokens, width] from tokens sorted by expert, each expert's ending at `expert_ends` [experts] int32.
 
-        `keys` [rows] say what dropout does with a row. An expert without rows takes part: its matrices are read by no
-        product, and their gradient is 0. `through` takes over: whoever has rows that come in parts must still call the
-        module once, for its parameters are there only around its call.
+        `dropout_keys` [tokens] select the dropout masks. An expert without tokens has a zero gradient. `through`
+        replaces the computation: chunked dispatch must still call the module once, since FSDP gathers its parameters
+        only around the call.
         """
         return (
             self.apply_weights(x, self.up, self.down, expert_ends, dropout_keys) if through is None else through(self)
@@ -52,7 +58,7 @@ class Experts(nn.Module):
     def apply_weights(
         self, x: Tensor, up: Tensor, down: Tensor, expert_ends: Tensor, dropout_keys: Tensor | None
     ) -> Tensor:
-        """What `forward` would do with other weights."""
+        """`forward` with other weights."""
         h = grouped_gemm(x, up.flatten(1, 2), expert_ends)
         if self.activation == "swiglu":
             h = swiglu(h)
@@ -73,7 +79,7 @@ class ExpertDropout(RandomDraws):
         self.p = p
 
     def assignment_keys(self, x: Tensor, routing: Routing) -> Tensor | None:
-        """[A] int64, of each assignment of the tokens of x [G, T, width]; none where nothing is dropped."""
+        """[A] int64: a key for each assignment of the tokens of x [G, T, width]; none without dropout."""
         if not self.training or self.p == 0:
             return None
         groups, tokens = x.shape[:2]
@@ -84,7 +90,7 @@ class ExpertDropout(RandomDraws):
         return bits(0, each.index_select(0, routing.tokens) ^ routing.experts)
 
     def keep_factors(self, keys: Tensor, first_unit: int, like: Tensor) -> Tensor:
-        """[rows, units]: 0, or one over the chance to be kept, for the units of `like` from number `first` on."""
+        """[tokens, units]: 0 or 1 / (1 - p) for the hidden units of `like`, from index `first_unit` on."""
         units = torch.arange(first_unit, first_unit + like.shape[1], device=like.device)
         return keep_mask(keys, units, self.p).to(like.dtype) / (1 - self.p)
 

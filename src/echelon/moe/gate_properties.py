@@ -1,4 +1,4 @@
-"""What is known of gates by their names alone. No torch."""
+"""Properties of gates by name. No torch."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 LOAD_BALANCED_GATES = ("loss-free", "deepseek-v3")
-"""gates that are told the loads of every step, and balance by them"""
+"""gates that balance by the expert load of each step"""
 GROUP_LIMITED_GATES = ("deepseek-v2", "deepseek-v3")
-"""gates by which a token sees experts of few groups"""
+"""gates that limit a token to experts of a few groups"""
 DEFAULT_GROUP_SIZE = 4
-"""experts of a group, where nobody says: a choice between groups and one inside them remain"""
+"""default experts per group"""
 
 
 def most_square_divisor(num_experts: int) -> int:
-    """The divisor nearest to the root from below: both levels choose among as few as can be."""
+    """The largest divisor up to the square root: both levels of a hierarchy choose among few."""
     return max(
         a for a in range(1, max(num_experts, 1) + 1) if a == 1 or (num_experts % a == 0 and a * a <= num_experts)
     )
 
 
 def num_router_rows(gate: str, num_experts: int, options: Mapping[str, Any]) -> int:
-    """Rows of all routers of a gate."""
+    """Rows of all router weights of a gate."""
     if gate == "noisy-top-k":
         return 2 * num_experts
     if gate == "hierarchical":
@@ -30,9 +30,9 @@ def num_router_rows(gate: str, num_experts: int, options: Mapping[str, Any]) -> 
 
 
 def group_options(gate: str, num_experts: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """A gate's options with groups that suit so many experts."""
+    """The options of a gate with groups that suit the number of experts."""
     others = {key: value for key, value in options.items() if key not in ("num_groups", "group_limit")}
     if gate not in GROUP_LIMITED_GATES:
-        return others  # two levels find their groups themselves
+        return others  # the hierarchical gate derives its groups
     groups = max(num_experts // DEFAULT_GROUP_SIZE, 1)
     return {**others, "num_groups": groups, "group_limit": max(groups // 2, 1)}

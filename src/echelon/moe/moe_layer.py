@@ -1,7 +1,7 @@
-"""The mixture layer: a gate, its experts, and experts that every token passes through (shared).
+"""The MoE layer: gate, routed experts and a shared expert.
 
-Nothing is dropped unless the gate drops it. How many tokens an expert gets is not known beforehand, but how many there
-are in all is: a layer holds (experts of a token) x (its tokens) rows, however they are spread over the experts.
+The layer drops no token unless the gate does. The number of tokens of an expert is dynamic, their total is not: k times
+the tokens of the batch.
 """
 
 from __future__ import annotations
@@ -21,49 +21,48 @@ from echelon.moe.token_permutation import TokenPermutation
 
 
 class TokenDispatcher(Protocol):
-    """How a layer reaches the rest of its groups and the experts that are elsewhere."""
+    """Routing and token dispatch where sequences or experts are split over ranks (parallel/ep)."""
 
-    def route(self, mixture: MoELayer, x: Tensor) -> Routing:
-        """What the gate gives for the tokens at hand."""
+    def route(self, layer: MoELayer, x: Tensor) -> Routing:
+        """Route the local tokens."""
         ...
 
-    def dispatch(self, mixture: MoELayer, x: Tensor, routing: Routing) -> Callable[[], Tensor]:
-        """Sends tokens [tokens, width] on their way. Who asks what is returned gets what `at_hand` gives."""
+    def dispatch(self, layer: MoELayer, x: Tensor, routing: Routing) -> Callable[[], Tensor]:
+        """Start sending tokens [tokens, width] to their experts; the result waits and returns their outputs."""
         ...
 
 
 class MoELayer(nn.Module):
-    """[G, T, width] to the same, and the gate's losses [G]. A group is a sequence."""
+    """From [G, T, width] to the same shape, and the balance losses [G]. A group is a sequence."""
 
     dispatcher: TokenDispatcher | None = None
-    """takes over; none: all groups are whole and all experts are here"""
+    """none: all tokens of a sequence and all experts are local"""
 
     def __init__(self, gate: Gate, experts: Experts, shared: nn.Module | None = None) -> None:
         super().__init__()
         self.gate, self.experts, self.shared = gate, experts, shared
         self.counts_load = True
-        """this forward is not a repetition of one that was counted"""
+        """count the load of this forward; activation checkpointing turns it off while it recomputes"""
         self.expert_load: Tensor | None = None
-        """[E + 1] int64 on the device: assignments of each expert in the step so far, before any was dropped; and how
-        many were dropped"""
+        """[E + 1] int64: assignments of each expert in this step before dropping, and the dropped ones"""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         routing = self.gate(x) if self.dispatcher is None else self.dispatcher.route(self, x)
         if self.training and self.counts_load:
-            found = torch.cat([routing.load, routing.dropped[None]]).detach()
-            self.expert_load = found if self.expert_load is None else self.expert_load + found
+            load = torch.cat([routing.load, routing.dropped[None]]).detach()
+            self.expert_load = load if self.expert_load is None else self.expert_load + load
         routing = replace(routing, dropout_keys=self.experts.drop.assignment_keys(x, routing))
-        start = self.compute_locally if self.dispatcher is None else partial(self.dispatcher.dispatch, self)
-        finish = start(x.flatten(0, 1), routing)
-        # Tokens are on their way now, and in backward their gradients will be while this is computed.
+        dispatch = self.compute_locally if self.dispatcher is None else partial(self.dispatcher.dispatch, self)
+        finish = dispatch(x.flatten(0, 1), routing)
+        # The shared expert overlaps the all-to-all, in backward that of the gradients.
         shared = self.shared(x) if self.shared is not None else None
         out = finish().view_as(x)
         return out if shared is None else out + shared, routing.loss
 
     def compute_locally(self, x: Tensor, routing: Routing, *, trim: bool = False) -> Callable[[], Tensor]:
-        """[tokens, width]: the sum of what each token's experts, all of them here, make of it.
+        """Compute all experts on this rank: [tokens, width], the weighted sum of each token's experts.
 
-        `trim` asks the device how many assignments go anywhere, and makes rows of these alone.
+        `trim` synchronises with the device to leave out dropped assignments.
         """
 
         def finish() -> Tensor:
@@ -76,6 +75,6 @@ class MoELayer(nn.Module):
         return finish
 
     def end_step(self, load: Tensor) -> None:
-        """After an update, with the choices of each expert in the whole batch; all 0 where nothing was updated."""
+        """Update the gate after a step from the expert load of the global batch; zeros if the step was skipped."""
         self.gate.end_step(load)
         self.expert_load = None

@@ -1,4 +1,4 @@
-"""What a gate decides: which token goes to which expert, with which weight."""
+"""`Routing`, the output of a gate: which token goes to which expert, with which weight."""
 
 from __future__ import annotations
 
@@ -10,44 +10,40 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Routing:
-    """Assignments of tokens to experts as flat lists, of sizes that follow from shapes alone.
+    """Assignments of tokens to experts as flat tensors, whose sizes follow from shapes alone.
 
-    An expert can have any number of them: who gathers tokens by expert sorts the assignments, and never has to ask the
-    device how many there are.
+    Sorting them by expert needs no synchronisation with the device, however many each expert has.
     """
 
     tokens: Tensor
-    """[A] int64: the token, counted through all groups"""
+    """[A] int64: index of the token in all groups"""
     experts: Tensor
-    """[A] int64: its expert; the number of experts means that the assignment was dropped and goes nowhere"""
+    """[A] int64: its expert; `num_experts` marks a dropped assignment"""
     weights: Tensor
-    """[A]: what the expert's output is multiplied by, with a gradient; 0 where dropped"""
+    """[A]: weight of the expert's output, differentiable; 0 where dropped"""
     loss: Tensor
-    """[G]: the balance losses of each group, times their coefficients, as the papers add them to a mean over tokens:
-    who adds them to a sum over tokens multiplies each by the tokens of its group"""
+    """[G]: weighted balance losses of each group, relative to a mean over tokens: a sum over tokens takes each times
+    the tokens of its group"""
     load: Tensor
-    """[E] int64: assignments of each expert before any was dropped"""
+    """[E] int64: assignments of each expert before dropping"""
     dropped: Tensor
-    """[] int64: assignments that found no room"""
+    """[] int64: assignments beyond the capacity"""
     num_tokens: int
-    """the tokens of all groups"""
+    """of all groups"""
     choices_per_token: int = 0
-    """assignments of each token where they are listed token by token; 0: they are in another order"""
+    """assignments of each token, if they are listed token by token; 0: another order"""
     dropout_keys: Tensor | None = None
-    """[A] int64: what decides which hidden units dropout inside the experts drops; none: none"""
+    """[A] int64: keys of the masks of expert dropout; none: no dropout"""
 
     @property
     def num_experts(self) -> int:
         return len(self.load)
 
     def select_tokens(self, tokens: Tensor) -> Routing:
-        """The assignments of some tokens, each of which gets its place in `tokens` as its number.
+        """The assignments of some tokens, renumbered by their index in `tokens`; `num_tokens` marks padding.
 
-        The number of tokens stands for padding, which has none.
-
-        The list becomes shorter where it goes token by token. Otherwise nobody knows without asking the device how many
-        assignments are left, and those of other tokens become dropped ones. Loss, load and dropped stay those of whole
-        groups: who adds them up over ranks counts them once.
+        Assignments in token order are gathered. Otherwise their number is unknown without synchronisation, and those of
+        other tokens become dropped. Loss, load and dropped stay those of full groups: ranks must not add them up twice.
         """
         new = torch.arange(len(tokens), device=tokens.device)
         if self.choices_per_token:
@@ -77,9 +73,9 @@ class Routing:
 def token_choice_routing(
     experts: Tensor, weights: Tensor, loss: Tensor, num_experts: int, within_capacity: Tensor | None = None
 ) -> Routing:
-    """Each token has chosen experts [G, T, k]; the number of experts stands for a choice that was not made.
+    """Routing where tokens choose experts [G, T, k]; `num_experts` marks a choice that was not made.
 
-    `kept` says which of them found room; none: all did.
+    `within_capacity` marks the choices that are not dropped; none: all.
     """
     groups, tokens, k = experts.shape
     made = experts < num_experts
@@ -97,7 +93,7 @@ def token_choice_routing(
 
 
 def expert_choice_routing(tokens: Tensor, weights: Tensor, num_tokens: int) -> Routing:
-    """Each expert has chosen tokens [G, E, k] of its group, which has `num_tokens`. There is nothing to balance."""
+    """Routing where experts choose tokens [G, E, k] of their group of `num_tokens`: balanced by construction."""
     groups, num_experts, k = tokens.shape
     first = torch.arange(0, groups * num_tokens, num_tokens, device=tokens.device).view(-1, 1, 1)
     experts = torch.arange(num_experts, device=tokens.device).repeat_interleave(k).repeat(groups)
@@ -113,7 +109,7 @@ def expert_choice_routing(tokens: Tensor, weights: Tensor, num_tokens: int) -> R
 
 
 def count_assignments(experts: Tensor, num_experts: int) -> Tensor:
-    """[..., E] int64: how often each expert is in the last dim. The number of experts is not counted."""
-    # Sums of integers do not depend on their order, so that this is exact on a GPU too.
+    """[..., E] int64: occurrences of each expert along the last dim, without `num_experts`."""
+    # Integer sums do not depend on their order: deterministic on a GPU too.
     zeros = experts.new_zeros(*experts.shape[:-1], num_experts + 1)
     return zeros.scatter_add(-1, experts, torch.ones_like(experts))[..., :num_experts]

@@ -1,10 +1,9 @@
-"""Tokens put in the order of their experts, and what comes back added up token by token.
+"""Permutes tokens into the order of their experts, and sums the outputs per token.
 
-[Note: no sum in an order that chance decides]
-A token that k experts see is sent k times, and k results come back. On a GPU, adding them where they belong in the
-order in which they happen to come rounds differently each time. Where assignments are listed token by token
-(`per_token`) both sums, of results in forward and of gradients in backward, are over k neighbours instead. Only where
-experts choose is there no such list; there sums are made in 32 bits.
+[Note: deterministic sums]
+A token of k experts is copied k times, and k outputs are summed. Atomic additions on a GPU would round in a different
+order each time. Where assignments are in token order (`choices_per_token`) both sums, of outputs in forward and of
+gradients in backward, are over k neighbours. Only expert choice has no such order, and sums in fp32.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ from echelon.moe.routing import Routing, count_assignments
 
 @dataclass(frozen=True)
 class TokenPermutation:
-    """The assignments of a routing by expert; dropped ones are last."""
+    """The assignments of a routing sorted by expert, dropped ones last."""
 
     tokens: Tensor
-    """[A]: whose turn it is"""
+    """[A]: token of each assignment"""
     order: Tensor
-    """[A]: where each was in the routing's list"""
+    """[A]: index of each assignment in the routing"""
     inverse: Tensor
-    """[A]: the inverse: where each of the routing's list is now"""
+    """[A]: the inverse permutation"""
     counts: Tensor
     """[E] int64: assignments of each expert"""
     num_tokens: int
     choices_per_token: int
     dropout_keys: Tensor | None = None
-    """[A] int64: what dropout inside the experts follows from"""
+    """[A] int64: keys of expert dropout"""
     num_sent: int | None = None
-    """rows that are sent, where the host knows how many go anywhere; none: all A"""
+    """assignments that are not dropped, if the host knows; none: A"""
 
     @classmethod
     def from_routing(cls, routing: Routing) -> TokenPermutation:
@@ -61,13 +60,13 @@ class TokenPermutation:
         choices_per_token: int,
         dropout_keys: Tensor | None = None,
     ) -> TokenPermutation:
-        """`experts` [A] are numbers below `num_experts`, or that itself where an assignment goes nowhere."""
+        """`experts` [A]: the expert of each assignment; `num_experts` marks a dropped one."""
         order = torch.argsort(experts, stable=True)
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return cls(
             tokens=tokens.index_select(0, order),
             order=order,
-            inverse=place,
+            inverse=inverse,
             counts=count_assignments(experts, num_experts),
             num_tokens=num_tokens,
             choices_per_token=choices_per_token,
@@ -76,11 +75,11 @@ class TokenPermutation:
 
     @property
     def expert_ends(self) -> Tensor:
-        """[E] int32: where each expert's run of assignments ends."""
+        """[E] int32: end of each expert's assignments."""
         return self.counts.cumsum(0).to(torch.int32)
 
     def truncate(self, num_sent: int) -> TokenPermutation:
-        """Without the rows of assignments that go nowhere, which are those after so many."""
+        """Leave out dropped assignments, those after the first `num_sent`."""
         if num_sent == len(self.tokens):
             return self
         return replace(
@@ -88,16 +87,16 @@ class TokenPermutation:
         )
 
     def permute(self, x: Tensor) -> Tensor:
-        """[A, ...]: each assignment's token, from [tokens, ...]."""
+        """[A, ...]: the token of each assignment, from [tokens, ...]."""
         out: Tensor = _Permute.apply(x, self)
         return out
 
     def reorder(self, x: Tensor) -> Tensor:
-        """[A, ...] in the order of the experts, from the routing's."""
+        """[A, ...] in the order of experts, from that of the routing."""
         return x.index_select(0, self.order[: self.num_sent])
 
     def unpermute(self, y: Tensor, weights: Tensor) -> Tensor:
-        """[tokens, ...]: the sum of each token's results, times their weights in the routing's order."""
+        """[tokens, ...]: the weighted sum of each token's outputs; weights are in the order of the routing."""
         return self.sum_per_token(y * self.reorder(weights).unsqueeze(1).to(y.dtype))
 
     def sum_per_token(self, y: Tensor) -> Tensor:
@@ -105,7 +104,7 @@ class TokenPermutation:
         return out
 
     def reduce_tokens(self, y: Tensor) -> Tensor:
-        """[tokens, ...]: the sum of what belongs to each token. See the note at the top."""
+        """[tokens, ...]: the sum over the assignments of each token. See [Note: deterministic sums]."""
         if self.choices_per_token and self.num_sent is None:
             return y.index_select(0, self.inverse).view(self.num_tokens, self.choices_per_token, *y.shape[1:]).sum(1)
         if self.choices_per_token:
@@ -115,12 +114,12 @@ class TokenPermutation:
         return out.index_add_(0, self.tokens[: self.num_sent], y.to(wide)).to(y.dtype)
 
     def _sum_by_choice(self, y: Tensor) -> Tensor:
-        """First choices, second ones, and so on: where many go nowhere, a row for each of them would be too many."""
-        y = torch.cat([y, y.new_zeros(1, *y.shape[1:])])  # what has no row reads this one
-        place = self.inverse.clamp(max=len(y) - 1).view(self.num_tokens, self.choices_per_token)
-        out = y.index_select(0, place[:, 0])
+        """Add first choices, second choices and so on: materialising dropped assignments would take too much memory."""
+        y = torch.cat([y, y.new_zeros(1, *y.shape[1:])])  # dropped assignments read this row
+        inverse = self.inverse.clamp(max=len(y) - 1).view(self.num_tokens, self.choices_per_token)
+        out = y.index_select(0, inverse[:, 0])
         for choice in range(1, self.choices_per_token):
-            out += y.index_select(0, place[:, choice])
+            out += y.index_select(0, inverse[:, choice])
         return out
 
 

@@ -38,7 +38,7 @@ def test_out_and_in(tmp_path: Path) -> None:
         ),
         (
             ["export", "llama-tiny", "out", "--dtype", "int8"],
-            "dtype=int8 is not a type of weights; legal: keep, float64",
+            "dtype=int8 is not a supported dtype; legal: keep, float64",
         ),
         (["export", "llama-tiny", "out", "--shard-size", "5"], "shard-size=5 is not a valid file size"),
         (["import", "nowhere", "out"], "the model's config cannot be read .*nowhere"),

@@ -1,9 +1,9 @@
-"""Hugging Face models in and out. Importing this loads no torch.
+"""Hugging Face checkpoints in and out. Importing this loads no torch.
 
-    HF directory --import--> ours --export--> HF directory, whose logits are then compared
+    HF directory --import--> native directory --export--> HF directory, whose logits are then compared
 
-    config.json          config_in.py  ->  ModelConfig  ->  config_out.py
-    *.safetensors        files.py -> convert.py (tensor by tensor, by the table of models/hf/param_names.py) -> shards.py
+    config.json          models/hf/hf_config_reader.py  ->  ModelConfig  ->  models/hf/hf_config_writer.py
+    *.safetensors        safetensors_reader.py -> convert_tensors.py -> safetensors_writer.py
 
-A directory appears whole or not at all: it is written beside its place and renamed.
+A directory appears complete or not at all: it is written under a temporary name and renamed.
 """

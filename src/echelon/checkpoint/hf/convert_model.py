@@ -1,4 +1,4 @@
-"""Import and export: the order of the steps."""
+"""Import and export of Hugging Face models, step by step."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ DTYPES = {
 KEEP_DTYPE = "keep"
 
 NativeModel = tuple[SavedModel, Mapping[str, TensorSource]]
-"""a model of ours: what it is, and its parameters and lasting buffers by name"""
+"""a native model: its configuration, and its parameters and persistent buffers by name"""
 Progress = Callable[[int], AbstractContextManager[ReportBytes]]
-"""from the bytes of all to what is told those of each"""
+"""from the total bytes to a callback for the bytes of each tensor"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionResult:
-    """What was written."""
+    """What an import or export wrote."""
 
     directory: Path
     model: SavedModel
@@ -81,22 +81,22 @@ def import_model(
     with_check: bool = False,
     progress: Progress = _no_progress,
 ) -> ConversionResult:
-    """From a directory of Hugging Face's to one of ours."""
-    wanted = _parse_dtype(dtype)
-    saved = hf_config_reader.read_hf_config(source)
+    """Convert a Hugging Face directory to a native one."""
+    target_dtype = _parse_dtype(dtype)
+    model = hf_config_reader.read_hf_config(source)
     if with_check:
-        require_memory(saved.config)
-    found = hf_to_native(safetensors_reader.open_safetensors(source), saved.config, wanted)
-    specs = found.specs
+        require_memory(model.config)
+    conversion = hf_to_native(safetensors_reader.open_safetensors(source), model.config, target_dtype)
+    specs = conversion.specs
     with atomic_directory(target) as folder:
-        with progress(sum(spec.num_bytes for spec in specs)) as announce:
-            names = native_format.write_native_model(folder, saved, specs, found.convert(announce), max_shard_bytes)
+        with progress(sum(spec.num_bytes for spec in specs)) as report:
+            names = native_format.write_native_model(folder, model, specs, conversion.convert(report), max_shard_bytes)
         checked = (
-            check_logits(saved.config, safetensors_reader.open_safetensors(folder), source, cast_to=wanted)
+            check_logits(model.config, safetensors_reader.open_safetensors(folder), source, cast_to=target_dtype)
             if with_check
             else None
         )
-    return _make_result(target, saved, names, specs, checked)
+    return _make_result(target, model, names, specs, checked)
 
 
 def export_model(
@@ -108,20 +108,20 @@ def export_model(
     seed: int = 0,
     progress: Progress = _no_progress,
 ) -> ConversionResult:
-    """From a directory of ours, or a named size with its first values, to one of Hugging Face's that was checked."""
-    wanted = _parse_dtype(dtype)
-    saved, tensors = _load_native(source, seed) if isinstance(source, str) else source
-    require_memory(saved.config)
-    found = native_to_hf(tensors, saved.config, wanted)
-    specs = found.specs
-    config = hf_config(saved, _main_dtype(specs))
+    """Convert a native directory, or a named size with initial weights, to a Hugging Face one, and check its logits."""
+    target_dtype = _parse_dtype(dtype)
+    model, tensors = _load_native(source, seed) if isinstance(source, str) else source
+    require_memory(model.config)
+    conversion = native_to_hf(tensors, model.config, target_dtype)
+    specs = conversion.specs
+    config = hf_config(model, _main_dtype(specs))
     with atomic_directory(target) as folder:
-        with progress(sum(spec.num_bytes for spec in specs)) as announce:
-            names = safetensors_writer.write_safetensors(folder, specs, found.convert(announce), max_shard_bytes)
+        with progress(sum(spec.num_bytes for spec in specs)) as report:
+            names = safetensors_writer.write_safetensors(folder, specs, conversion.convert(report), max_shard_bytes)
         (folder / hf_config_reader.CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        checked = check_logits(saved.config, _cast_sources(tensors, wanted), folder)
-    kept = SavedModel(config=saved.config, model_type=str(config["model_type"]))
-    return _make_result(target, kept, [hf_config_reader.CONFIG_FILE, *names], specs, checked)
+        checked = check_logits(model.config, _cast_sources(tensors, target_dtype), folder)
+    exported = SavedModel(config=model.config, model_type=str(config["model_type"]))
+    return _make_result(target, exported, [hf_config_reader.CONFIG_FILE, *names], specs, checked)
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class _CastSource:
 
 
 def _cast_sources(tensors: Mapping[str, TensorSource], dtype: torch.dtype | None) -> Mapping[str, TensorSource]:
-    """Ours as they are in what was written."""
+    """Native tensors cast to the dtypes that were written."""
     if dtype is None:
         return tensors
     return {name: _CastSource(x, tuple(x.shape), stored_dtype(name, x.dtype, dtype)) for name, x in tensors.items()}
@@ -150,34 +150,34 @@ def _load_native(source: str, seed: int) -> NativeModel:
         return SavedModel(config=SIZES[source]), {
             name: InMemoryTensor(tensor) for name, tensor in model.state_dict().items()
         }
-    rule = f"is neither a run, a checkpoint, a directory with {MODEL_FILE} nor the name of a model size"
-    legal = f"the directory of a run, one that `echelon import` made, or {', '.join(SIZES)}"
+    rule = f"is neither a run, a checkpoint, a directory with {MODEL_FILE} nor a model size"
+    legal = f"the directory of a run, one that `echelon import` wrote, or {', '.join(SIZES)}"
     raise ValidationError(
         [ValidationIssue(key="source", value=source, message=rule, legal=legal, hint=did_you_mean(source, SIZES))]
     )
 
 
-def _parse_dtype(word: str) -> torch.dtype | None:
-    if word != KEEP_DTYPE and word not in DTYPES:
-        rule, legal = "is not a type of weights", ", ".join((KEEP_DTYPE, *DTYPES))
+def _parse_dtype(name: str) -> torch.dtype | None:
+    if name != KEEP_DTYPE and name not in DTYPES:
+        rule, legal = "is not a supported dtype", ", ".join((KEEP_DTYPE, *DTYPES))
         raise ValidationError(
-            [ValidationIssue(key="dtype", value=word, message=rule, legal=legal, hint=did_you_mean(word, DTYPES))]
+            [ValidationIssue(key="dtype", value=name, message=rule, legal=legal, hint=did_you_mean(name, DTYPES))]
         )
-    return DTYPES.get(word)
+    return DTYPES.get(name)
 
 
 def _main_dtype(specs: list[SafetensorSpec]) -> str:
-    """The type of most bytes."""
-    held = {word: sum(spec.num_bytes for spec in specs if spec.dtype == dtype) for word, dtype in DTYPES.items()}
-    return max(held, key=lambda word: held[word])
+    """The dtype of most bytes."""
+    sizes = {name: sum(spec.num_bytes for spec in specs if spec.dtype == dtype) for name, dtype in DTYPES.items()}
+    return max(sizes, key=lambda name: sizes[name])
 
 
 def _make_result(
-    target: Path, saved: SavedModel, names: list[str], specs: list[SafetensorSpec], checked: LogitCheck | None
+    target: Path, model: SavedModel, names: list[str], specs: list[SafetensorSpec], checked: LogitCheck | None
 ) -> ConversionResult:
     return ConversionResult(
         directory=target,
-        model=saved,
+        model=model,
         files=tuple(names),
         tensors=len(specs),
         num_bytes=sum(spec.num_bytes for spec in specs),

@@ -1,4 +1,4 @@
-"""From one directory's tensors to the other's, by the table of models/hf/param_names.py, a line of it at a time."""
+"""Converts tensors between Hugging Face names and ours, one mapping of models/hf/param_names.py at a time."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from echelon.models.hf.param_names import ParamMapping, TensorTransform
 from echelon.models.model_config import ModelConfig
 
 ReportBytes = Callable[[int], None]
-"""told the bytes of what was converted"""
+"""called with the bytes of each converted tensor"""
 
 FP32_SUFFIXES = (".gate.bias", ".gate.e_score_correction_bias")
-"""of at least float32, whatever the model's type is: a step changes them by less than a shorter type holds"""
+"""tensors of at least float32, whatever the model's dtype: a step changes them by less than 16 bits resolve"""
 
 
 class TensorSource(Protocol):
@@ -36,7 +36,7 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True)
 class InMemoryTensor:
-    """A tensor in memory, as one that can be read."""
+    """A tensor in memory as a source."""
 
     tensor: Tensor
 
@@ -54,7 +54,7 @@ class InMemoryTensor:
 
 @dataclass(frozen=True)
 class ConversionStep:
-    """A line of the table, in one direction, with what it makes."""
+    """A parameter mapping in one direction, with the tensors that it produces."""
 
     sources: tuple[str, ...]
     transform: TensorTransform
@@ -68,13 +68,13 @@ class Conversion:
 
     @property
     def specs(self) -> list[SafetensorSpec]:
-        return [spec for line in self.steps for spec in line.outputs]
+        return [spec for step in self.steps for spec in step.outputs]
 
     def convert(self, report: ReportBytes = lambda _bytes: None) -> Iterator[tuple[str, Tensor]]:
-        """In the order of the specs."""
-        for line in self.steps:
-            found = line.transform([self.tensors[name].read() for name in line.sources])
-            for spec, tensor in zip(line.outputs, found, strict=True):
+        """Yield the converted tensors in the order of `specs`."""
+        for step in self.steps:
+            converted = step.transform([self.tensors[name].read() for name in step.sources])
+            for spec, tensor in zip(step.outputs, converted, strict=True):
                 yield spec.name, tensor.to(spec.dtype)
                 report(spec.num_bytes)
 
@@ -82,35 +82,35 @@ class Conversion:
 def hf_to_native(
     tensors: Mapping[str, TensorSource], config: ModelConfig, dtype: torch.dtype | None = None
 ) -> Conversion:
-    """Strict: every name of theirs, and no other, in the shape that the config says. None keeps the types."""
+    """Convert to native tensors. Requires exactly the config's names and shapes; `dtype` none keeps the dtypes."""
     prefix = param_names.missing_prefix(tensors, config)
     tensors = {prefix + name: tensor for name, tensor in tensors.items()}
-    lines = [
-        (pair.hf, theirs, pair.native, ours, pair.from_hf)
-        for pair, ours, theirs in _mappings_with_shapes(config, stacked=param_names.has_stacked_experts(tensors))
+    mappings = [
+        (mapping.hf, hf, mapping.native, native, mapping.from_hf)
+        for mapping, native, hf in _mappings_with_shapes(config, stacked=param_names.has_stacked_experts(tensors))
     ]
-    return _build_conversion(tensors, lines, param_names.ignored_names(tensors, config), dtype, config)
+    return _build_conversion(tensors, mappings, param_names.ignored_names(tensors, config), dtype, config)
 
 
 def native_to_hf(
     tensors: Mapping[str, TensorSource], config: ModelConfig, dtype: torch.dtype | None = None
 ) -> Conversion:
-    """As published files have them."""
-    lines = [
-        (pair.native, ours, pair.hf, theirs, pair.to_hf)
-        for pair, ours, theirs in _mappings_with_shapes(config, stacked=False)
+    """Convert to tensors as published files have them."""
+    mappings = [
+        (mapping.native, native, mapping.hf, hf, mapping.to_hf)
+        for mapping, native, hf in _mappings_with_shapes(config, stacked=False)
     ]
-    return _build_conversion(tensors, lines, {"head.weight"} if config.tied else set(), dtype, config)
+    return _build_conversion(tensors, mappings, {"head.weight"} if config.tied else set(), dtype, config)
 
 
 def _mappings_with_shapes(
     config: ModelConfig, *, stacked: bool
 ) -> Iterator[tuple[ParamMapping, list[tuple[int, ...]], list[tuple[int, ...]]]]:
-    """Every line with the shapes of both sides, found on the meta device."""
-    ours = models.build(config, "meta").state_dict()
-    for pair in param_names.param_mappings(config, stacked=stacked):
-        given = [ours[name] for name in pair.native]
-        yield pair, [tuple(x.shape) for x in given], [tuple(x.shape) for x in pair.to_hf(given)]
+    """Every mapping with the native and the Hugging Face shapes, from the meta device."""
+    native = models.build(config, "meta").state_dict()
+    for mapping in param_names.param_mappings(config, stacked=stacked):
+        tensors = [native[name] for name in mapping.native]
+        yield mapping, [tuple(x.shape) for x in tensors], [tuple(x.shape) for x in mapping.to_hf(tensors)]
 
 
 Shapes = Sequence[tuple[int, ...]]
@@ -118,43 +118,43 @@ Shapes = Sequence[tuple[int, ...]]
 
 def _build_conversion(
     tensors: Mapping[str, TensorSource],
-    lines: Sequence[tuple[tuple[str, ...], Shapes, tuple[str, ...], Shapes, TensorTransform]],
+    mappings: Sequence[tuple[tuple[str, ...], Shapes, tuple[str, ...], Shapes, TensorTransform]],
     ignored: set[str],
     dtype: torch.dtype | None,
     config: ModelConfig,
 ) -> Conversion:
-    wanted = {name: shape for sources, shapes, *_ in lines for name, shape in zip(sources, shapes, strict=True)}
+    expected = {name: shape for sources, shapes, *_ in mappings for name, shape in zip(sources, shapes, strict=True)}
     wrong = [
-        f"{name} is {tuple(tensors[name].shape)} in place of {shape}"
-        for name, shape in wanted.items()
+        f"{name} is {tuple(tensors[name].shape)}, expected {shape}"
+        for name, shape in expected.items()
         if name in tensors and tuple(tensors[name].shape) != shape
     ]
-    said = [
-        f"{what}: {format_names(found)}"
-        for what, found in (
-            ("missing", sorted(wanted.keys() - tensors.keys())),
-            ("not known", sorted(tensors.keys() - wanted.keys() - ignored)),
-            ("of another shape", wrong),
+    problems = [
+        f"{what}: {format_names(names)}"
+        for what, names in (
+            ("missing", sorted(expected.keys() - tensors.keys())),
+            ("unknown", sorted(tensors.keys() - expected.keys() - ignored)),
+            ("wrong shape", wrong),
         )
-        if found
+        if names
     ]
-    if said:
+    if problems:
         raise ValueError(
-            f"the weights are not those of the config ({config.name}: {'; '.join(said)}); "
+            f"the weights do not match the config ({config.name}: {'; '.join(problems)}); "
             "use the config that they were saved with"
         )
-    made = []
-    for sources, _, targets, shapes, change in lines:
-        own = reduce(torch.promote_types, (tensors[name].dtype for name in sources))
+    steps = []
+    for sources, _, targets, shapes, transform in mappings:
+        current = reduce(torch.promote_types, (tensors[name].dtype for name in sources))
         specs = [
-            SafetensorSpec(name, shape, stored_dtype(name, own, dtype))
+            SafetensorSpec(name, shape, stored_dtype(name, current, dtype))
             for name, shape in zip(targets, shapes, strict=True)
         ]
-        made.append(ConversionStep(sources, change, tuple(specs)))
-    return Conversion(tensors, made)
+        steps.append(ConversionStep(sources, transform, tuple(specs)))
+    return Conversion(tensors, steps)
 
 
 def stored_dtype(name: str, current: torch.dtype, requested: torch.dtype | None) -> torch.dtype:
-    """Of a tensor with this name, where another type may be asked for."""
-    found = current if requested is None else requested
-    return torch.promote_types(found, torch.float32) if name.endswith(FP32_SUFFIXES) else found
+    """The dtype to store a tensor in."""
+    dtype = current if requested is None else requested
+    return torch.promote_types(dtype, torch.float32) if name.endswith(FP32_SUFFIXES) else dtype

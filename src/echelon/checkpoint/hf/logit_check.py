@@ -1,8 +1,8 @@
-"""Whether transformers' own model, built from a directory, gives the logits of ours.
+"""Compares the logits of a native model with those of transformers' model built from a Hugging Face directory.
 
-Both compute in float32, whatever the type on disk: what is checked is which weight is where and what is done with it.
-One model is in memory at a time. Where transformers is not installed, our own reading of the directory stands in for
-it: this finds what was written wrong, and not what we believe wrongly of transformers.
+Both compute in float32, whatever the dtype on disk: the check is of names, shapes and computation. One model is in
+memory at a time. Without transformers, importing the directory again stands in for it: this finds errors of writing,
+not wrong assumptions about transformers.
 """
 
 from __future__ import annotations
@@ -45,31 +45,31 @@ class LogitCheck:
 def check_logits(
     config: ModelConfig, tensors: Mapping[str, TensorSource], hf_dir: Path, *, cast_to: torch.dtype | None = None
 ) -> LogitCheck:
-    """Raises ValueError where the logits of our tensors and of a Hugging Face directory differ.
+    """Raise ValueError if the logits of native tensors and of a Hugging Face directory differ.
 
-    `rounded` is the type that our tensors were rounded to, where they were: theirs are rounded alike.
+    `cast_to` is the dtype that the native tensors were cast to, if any: the others are cast alike.
     """
     tokens = _random_tokens(config)
-    ours = native_logits(config, tensors, tokens)
+    native = native_logits(config, tensors, tokens)
     installed = importlib.util.find_spec("transformers") is not None
     against = "transformers" if installed else "import"
-    found = (_transformers_logits if installed else _reimport_logits)(hf_dir, tokens, cast_to)
-    scale = float(ours.abs().max())
-    error = float((found - ours).abs().max()) / scale if found.shape == ours.shape and scale else float("inf")
+    other = (_transformers_logits if installed else _reimport_logits)(hf_dir, tokens, cast_to)
+    scale = float(native.abs().max())
+    error = float((other - native).abs().max()) / scale if other.shape == native.shape and scale else float("inf")
     if not error <= TOLERANCE:
         raise ValueError(
             f"the logits differ from those of {against} (by {error:.2e} of the largest, {TOLERANCE:.0e} allowed; "
-            f"{config.name}); nothing was kept: report it as a bug, with the config"
+            f"{config.name}); nothing was written: report it as a bug, with the config"
         )
     return LogitCheck(against, error)
 
 
 def require_memory(config: ModelConfig) -> None:
-    """Raises ValueError where a whole model in float32 does not fit: better before hours of writing than after."""
+    """Raise ValueError if an unsharded float32 model does not fit into memory, before hours of writing."""
     needed, free = torch.float32.itemsize * config.parameters, available_host_bytes()
     if free and needed > free:
         raise ValueError(
-            f"the check of logits needs the whole model in memory ({needed / GIB:.1f} GiB in float32, "
+            f"the check of logits requires the unsharded model in memory ({needed / GIB:.1f} GiB in float32, "
             f"{free / GIB:.1f} available; {config.name}); use a machine with more"
         )
 
@@ -82,7 +82,7 @@ def _random_tokens(config: ModelConfig) -> Tensor:
 def native_logits(
     config: ModelConfig, tensors: Mapping[str, TensorSource], tokens: Tensor, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """What our model with these tensors says."""
+    """Logits of our model with these tensors."""
     model = models.build(config, "meta")
     assert isinstance(model, LanguageModel)
     state = {name: tensor.read().to(dtype) for name, tensor in tensors.items()}
@@ -103,17 +103,21 @@ def _reimport_logits(hf_dir: Path, tokens: Tensor, cast_to: torch.dtype | None) 
 def _transformers_logits(hf_dir: Path, tokens: Tensor, cast_to: torch.dtype | None) -> Tensor:
     with _silence_transformers():
         transformers: Any = importlib.import_module("transformers")
-        model, told = transformers.AutoModelForCausalLM.from_pretrained(
+        model, loading_info = transformers.AutoModelForCausalLM.from_pretrained(
             str(hf_dir),
             dtype=torch.float32,
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
         )
-        wrong = {key: sorted(map(str, told[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+        wrong = {
+            key: sorted(map(str, loading_info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        }
         if any(wrong.values()):
-            said = "; ".join(f"{key}: {format_names(names)}" for key, names in wrong.items() if names)
-            raise ValueError(f"transformers reads other names ({hf_dir}: {said}); report it as a bug, with the config")
+            mismatches = "; ".join(f"{key}: {format_names(names)}" for key, names in wrong.items() if names)
+            raise ValueError(
+                f"transformers reads other names ({hf_dir}: {mismatches}); report it as a bug, with the config"
+            )
         with torch.no_grad():
             for name, tensor in model.state_dict().items() if cast_to is not None else ():
                 tensor.copy_(tensor.to(stored_dtype(name, tensor.dtype, cast_to)))
@@ -123,16 +127,16 @@ def _transformers_logits(hf_dir: Path, tokens: Tensor, cast_to: torch.dtype | No
 
 @contextmanager
 def _silence_transformers() -> Iterator[None]:
-    """Without transformers' own bars and remarks, which it is then given back."""
+    """Silence transformers' progress bars, warnings and logs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        told: Any = importlib.import_module("transformers.utils.logging")
-        level, bars = told.get_verbosity(), told.is_progress_bar_enabled()
-        told.set_verbosity_error()
-        told.disable_progress_bar()
+        logging: Any = importlib.import_module("transformers.utils.logging")
+        level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
         try:
             yield
         finally:
-            told.set_verbosity(level)
+            logging.set_verbosity(level)
             if bars:
-                told.enable_progress_bar()
+                logging.enable_progress_bar()

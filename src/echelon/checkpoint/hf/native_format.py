@@ -1,8 +1,4 @@
-"""A model of ours on disk: `model.json`, and its parameters by their own names in safetensors.
-
-The one place that knows this format: import writes by `write`, export and training read by `config_of` and
-`tensors_of`.
-"""
+"""Our directory of an imported model: `model.json`, and its parameters under our names in safetensors."""
 
 from __future__ import annotations
 
@@ -23,24 +19,24 @@ if TYPE_CHECKING:
 
 
 def init_from_dir(model: LanguageModel, folder: Path) -> None:
-    """Makes a model on the meta device read its first values from a directory, slice by slice, when they are wanted."""
-    found = safetensors_reader.open_safetensors(folder)
+    """Initialise a model on the meta device from a directory: each rank reads its slices on demand."""
+    stored = safetensors_reader.open_safetensors(folder)
     state = {name: tuple(x.shape) for name, x in model.state_dict().items()}
     if model.config.tied:
         state.pop("head.weight")
-    wrong = sorted(
-        name for name in state.keys() | found.keys() if name not in found or found[name].shape != state.get(name)
+    mismatched = sorted(
+        name for name in state.keys() | stored.keys() if name not in stored or stored[name].shape != state.get(name)
     )
-    if wrong:
+    if mismatched:
         raise ValueError(
-            f"the model's parameters are not those of its directory ({folder}: {format_names(wrong)}); "
+            f"the model's parameters do not match its directory ({folder}: {format_names(mismatched)}); "
             "leave out what changes the model (tied, gate), or import it again"
         )
-    model.weight_source = found
+    model.weight_source = stored
     for path, module in model.named_modules():
         for name, _ in list(module.named_buffers(recurse=False)):
-            if f"{path}.{name}" in found:  # small, and whole on every rank
-                setattr(module, name, found[f"{path}.{name}"].read())
+            if f"{path}.{name}" in stored:  # small, and replicated on every rank
+                setattr(module, name, stored[f"{path}.{name}"].read())
 
 
 def write_native_model(
@@ -50,7 +46,7 @@ def write_native_model(
     values: Iterable[tuple[str, Tensor]],
     max_shard_bytes: int,
 ) -> list[str]:
-    """Into a directory that is there. Gives the names of the files."""
+    """Write a model into an existing directory, and return the names of the files."""
     names = safetensors_writer.write_safetensors(folder, specs, values, max_shard_bytes)
     (folder / MODEL_FILE).write_text(json.dumps(model.to_json(), indent=2) + "\n", encoding="utf-8")
     return [MODEL_FILE, *names]

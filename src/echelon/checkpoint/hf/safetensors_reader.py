@@ -1,4 +1,4 @@
-"""Tensors of a directory of safetensors files, read when they are asked for. Nothing else is ever opened.
+"""Reads the tensors of a directory of safetensors files lazily, and opens nothing else.
 
 A pickle can run code when it is opened, so that files of other kinds are not looked into, whatever their names say.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-"""what files of pickles are named by habit"""
+"""usual suffixes of pickles"""
 
 SAFETENSORS_DTYPES = {
     "F64": torch.float64,
@@ -26,12 +26,12 @@ SAFETENSORS_DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-"""of weights, by safetensors' names"""
+"""supported dtypes, by safetensors' names"""
 
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is still on disk."""
+    """A tensor on disk."""
 
     file: Path
     name: str
@@ -40,7 +40,7 @@ class LazyTensor:
     _source: Any = field(repr=False, compare=False)
 
     def __getitem__(self, part: Any) -> Tensor:
-        """Reads these slices alone."""
+        """Read only these slices."""
         found: Tensor = self._source.get_slice(self.name)[part]
         return found
 
@@ -50,7 +50,7 @@ class LazyTensor:
 
 
 class LazyTensors(Mapping[str, LazyTensor]):
-    """By name. The files stay open, mapped, as long as this lives."""
+    """Tensors by name. The memory-mapped files stay open as long as this lives."""
 
     def __init__(self, found: Mapping[str, LazyTensor]) -> None:
         self._tensors = dict(found)
@@ -66,8 +66,8 @@ class LazyTensors(Mapping[str, LazyTensor]):
 
 
 def open_safetensors(folder: Path) -> LazyTensors:
-    """Every tensor of a directory: of one file, or of the files that an index names. Raises with all that is wrong."""
-    # Where both are, one file goes first, as in transformers.
+    """Every tensor of a directory, of one file or of those in its index. Raises ValueError with all problems."""
+    # One file takes precedence over an index, as in transformers.
     where = _read_index(folder) if (folder / INDEX_FILE).is_file() and not (folder / SINGLE_FILE).is_file() else None
     if where is None and not (folder / SINGLE_FILE).is_file():
         raise ValueError(_missing_weights(folder))
@@ -88,9 +88,10 @@ def open_safetensors(folder: Path) -> LazyTensors:
         missing = sorted(name for name, file in where.items() if name not in found or found[name].file.name != file)
         extra = sorted(found.keys() - where.keys())
         both = (("not where the index says", missing), ("not in the index", extra))
-        said = "; ".join(f"{what}: {format_names(names)}" for what, names in both if names)
-        if said:
-            raise ValueError(f"the index and the files differ ({folder / INDEX_FILE}: {said}); fetch the model again")
+        differences = "; ".join(f"{what}: {format_names(names)}" for what, names in both if names)
+        if differences:
+            details = f"{folder / INDEX_FILE}: {differences}"
+            raise ValueError(f"the index and the files differ ({details}); fetch the model again")
     return LazyTensors(found)
 
 
@@ -103,7 +104,7 @@ def _has_file(folder: Path, name: str) -> bool:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """Names of tensors to names of files, which are in the folder itself."""
+    """From names of tensors to names of files of the same directory."""
     file = folder / INDEX_FILE
     try:
         given = json.loads(file.read_text(encoding="utf-8"))
@@ -128,18 +129,18 @@ def _open_file(file: Path) -> dict[str, LazyTensor]:
         names = list(source.keys())
         facts = {name: source.get_slice(name) for name in names}
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"not a whole safetensors file ({file}: {error})") from None
+        raise ValueError(f"invalid safetensors file ({file}: {error})") from None
     other = sorted({facts[name].get_dtype() for name in names} - SAFETENSORS_DTYPES.keys())
     if other:
-        # Whole numbers are masks of older files, which nobody reads; packed or narrow weights must not pass as weights.
-        kept = {name for name in names if facts[name].get_dtype() in SAFETENSORS_DTYPES}
-        packed = sorted(n for n in set(names) - kept if not n.endswith((".attn.bias", ".attn.masked_bias")))
+        # Integers are masks of older files, which are not read; quantised weights must not pass as weights.
+        supported = {name for name in names if facts[name].get_dtype() in SAFETENSORS_DTYPES}
+        packed = sorted(n for n in set(names) - supported if not n.endswith((".attn.bias", ".attn.masked_bias")))
         if packed:
             raise ValueError(
-                f"weights of types that are not read ({file}: {format_names(packed)} as {', '.join(other)}; "
-                f"read are {', '.join(SAFETENSORS_DTYPES)}): save the model unquantised"
+                f"weights of unsupported dtypes ({file}: {format_names(packed)} as {', '.join(other)}; "
+                f"supported: {', '.join(SAFETENSORS_DTYPES)}); save the model unquantised"
             )
-        names = [name for name in names if name in kept]
+        names = [name for name in names if name in supported]
     return {
         name: LazyTensor(
             file, name, tuple(facts[name].get_shape()), SAFETENSORS_DTYPES[facts[name].get_dtype()], source
@@ -150,11 +151,11 @@ def _open_file(file: Path) -> dict[str, LazyTensor]:
 
 def _missing_weights(folder: Path) -> str:
     if not folder.is_dir():
-        return f"there is no such directory ({folder}); give one with config.json and model.safetensors"
+        return f"the directory is missing ({folder}); give one with config.json and model.safetensors"
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
     if pickles:
         return (
-            f"the weights are pickles, which can run code when they are opened ({folder}: {format_names(pickles)}); save "
-            "them as safetensors where you trust them: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+            f"the weights are pickles, which can run code when opened ({folder}: {format_names(pickles)}); if you "
+            "trust them, save them as safetensors: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
         )
-    return f"no weights were found ({folder} has neither {SINGLE_FILE} nor {INDEX_FILE}); give the directory of a whole model"
+    return f"the weights are missing ({folder} has neither {SINGLE_FILE} nor {INDEX_FILE}); give a complete model"

@@ -1,9 +1,9 @@
-"""Writes tensors to safetensors files of a largest size, one tensor in memory at a time.
+"""Writes tensors to safetensors files of a maximum size, with one tensor in memory at a time.
 
 [Note: streaming]
-A safetensors file starts with a header that names every tensor's type, shape and place. Shapes are known before any
-value is read, so that all headers, and the index, are known too: values then follow in the order of the headers, and
-nothing is held back. safetensors' own `save_file` wants a whole file's tensors in memory.
+A safetensors file starts with a header of every tensor's dtype, shape and offsets. Shapes are known before any value is
+read, and so are all headers and the index: values are then written in the order of the headers, one by one.
+safetensors' `save_file` requires all tensors of a file in memory.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch import Tensor
 from echelon.checkpoint.hf.safetensors_reader import INDEX_FILE, SAFETENSORS_DTYPES, SINGLE_FILE
 
 MAX_SHARD_BYTES = 5 * 10**9
-"""bytes of a shard, where nobody says; Hugging Face's own"""
+"""default of Hugging Face"""
 
 _DTYPE_NAMES = {dtype: word for word, dtype in SAFETENSORS_DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class SafetensorSpec:
-    """What is known of a tensor before its values are."""
+    """Name, shape and dtype of a tensor in a file."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class SafetensorSpec:
 
 
 def split_into_shards(specs: Iterable[SafetensorSpec], max_shard_bytes: int) -> list[list[SafetensorSpec]]:
-    """In order, as many to a file as fit; a tensor that is larger has a file of its own."""
+    """Fill shards in order; a tensor larger than a shard gets its own."""
     found: list[list[SafetensorSpec]] = [[]]
     size = 0
     for spec in specs:
@@ -59,7 +59,7 @@ def write_safetensors(
     values: Iterable[tuple[str, Tensor]],
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[str]:
-    """Values come in the order of the specs. Gives the files' names."""
+    """Write values, which come in the order of the specs, and return the names of the files."""
     groups = split_into_shards(specs, max_shard_bytes)
     names = [SINGLE_FILE] if len(groups) == 1 else [_shard_name(number, len(groups)) for number in range(len(groups))]
     stream = iter(values)
@@ -103,21 +103,21 @@ def _write_file(path: Path, specs: Sequence[SafetensorSpec], values: Iterator[tu
 
 @contextmanager
 def atomic_directory(folder: Path) -> Iterator[Path]:
-    """A directory to write to, which takes the name `folder` if all goes well, and is gone if not."""
+    """A temporary directory that becomes `folder` on success and is removed on failure."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"the directory is there already, with files in it ({folder}); give another, or remove it")
+        raise ValueError(f"the directory exists and is not empty ({folder}); give another, or remove it")
     made = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         made.mkdir()
     except OSError as error:
-        raise ValueError(f"the directory cannot be made ({folder}: {error.strerror}); give another") from None
+        raise ValueError(f"the directory cannot be created ({folder}: {error.strerror}); give another") from None
     try:
         yield made
         if folder.exists():
             folder.rmdir()  # it was empty
         made.rename(folder)
     except OSError as error:
-        raise ValueError(f"the directory cannot be written ({folder}: {error}); make room, or give another") from error
+        raise ValueError(f"the directory cannot be written ({folder}: {error}); free space, or give another") from error
     finally:
         shutil.rmtree(made, ignore_errors=True)

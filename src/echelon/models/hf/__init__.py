@@ -1,1 +1,1 @@
-"""hf: see the modules."""
+"""Hugging Face configs and parameter names, in and out. No tensors are read here."""

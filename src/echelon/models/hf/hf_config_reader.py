@@ -1,4 +1,4 @@
-"""Reads a Hugging Face `config.json`: the `ModelSpec` that it describes, and the `ModelConfig` that trains it. No torch.
+"""Reads a Hugging Face `config.json` into a `ModelSpec`, or into the `ModelConfig` that trains it. No torch.
 
     config.json --parse_hf_spec-->  ModelSpec     every architecture of hf_architectures.py; what planning reads
                 --parse_hf_config-> SavedModel    those that our models compute, or every reason why they do not

@@ -1,1 +1,1 @@
-"""vision: see the modules."""
+"""Convolutional networks for images."""

@@ -1,6 +1,6 @@
 """Convolutional networks for images [B, 3, side, side] and labels [B]: AlexNet, VGG-16 and ResNet-50.
 
-Of their published shapes, with a head for any number of classes and any side; `share` makes all channels fewer.
+Published shapes with a head for any number of classes and any side; `width_multiplier` scales all channels.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from echelon.models.lm_head import loss_sum
 
 VGG_16 = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
-"""channels of the convolutions of each stage; a maximum over 2 x 2 follows each"""
+"""channels of the convolutions of each stage; a 2 x 2 max-pool follows each stage"""
 RESNET_50 = ((64, 3), (128, 4), (256, 6), (512, 3))
 """inner channels and blocks of each stage"""
 EXPANSION = 4
@@ -20,13 +20,13 @@ HIDDEN = 4096
 
 
 class ImageClassifier(nn.Module):
-    """Features, then a head over all of them."""
+    """A CNN: convolutional features, then a classification head."""
 
     def __init__(self, features: nn.Sequential, head: nn.Sequential) -> None:
         super().__init__()
         self.features, self.head = features, head
         for module in list(self.modules()):
-            # The last layer starts small, as torch makes it: every class is as likely.
+            # The last layer keeps torch's small initial values: every class is equally likely.
             if isinstance(module, nn.Conv2d | nn.Linear) and module is not head[-1]:
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
                 if module.bias is not None:
@@ -81,7 +81,7 @@ def resnet50(classes: int = 1000, width_multiplier: float = 1.0) -> ImageClassif
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions beside a shortcut."""
+    """ResNet's bottleneck: three convolutions and a shortcut."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -92,8 +92,8 @@ class Bottleneck(nn.Module):
         self.conv3, self.norm3 = nn.Conv2d(width, out, 1, bias=False), nn.BatchNorm2d(out)
         self.relu = nn.ReLU(inplace=True)
         same = stride == 1 and channels == out
-        turned = nn.Conv2d(channels, out, 1, stride=stride, bias=False)
-        self.shortcut = nn.Identity() if same else nn.Sequential(turned, nn.BatchNorm2d(out))
+        projection = nn.Conv2d(channels, out, 1, stride=stride, bias=False)
+        self.shortcut = nn.Identity() if same else nn.Sequential(projection, nn.BatchNorm2d(out))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.relu(self.norm1(self.conv1(x)))

@@ -13,7 +13,7 @@ from echelon.rng import ONES, ZEROS, Init, normal_init
 
 
 class ConvBlock(nn.Module):
-    """A convolution, normalised; then the image is halved."""
+    """Convolution, BatchNorm, ReLU and 2 x 2 average pooling."""
 
     def __init__(self, channels_in: int, channels_out: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class ConvNet(nn.Module):
         return loss_sum(self._classify(x), labels)
 
     def initial(self, name: str) -> Init:
-        """How the parameter of this name starts."""
+        """Initial distribution of a parameter."""
         if name.endswith("bias"):
             return ZEROS
         if ".norm." in name:

@@ -1,1 +1,1 @@
-"""gates: see the modules."""
+"""One gate per paper, and what they share."""

@@ -12,10 +12,10 @@ Of all A in R^(e x n),
 
     A_ij = min(1, exp((S_ij - u_i - v_j) / lambda))      v_j >= 0, and v_j = 0 where column j is not full
 
-Dykstra's method projects onto the three constraints in turn; with lambda = 0.001 it has not come near a solution after
-200 rounds. Here the bound by 1 is part of both other projections, and each of those is exact, in closed form. The sum
-over j of min(1, exp(x_j - t)) is the least, over m, of m + the sum of exp(x_j - t) over all but the m largest: a term
-is at most 1 and at most its exponential, and the m largest are the best to cut. All of these fall with t, so that the t
+Dykstra's method projects onto the three constraints in turn; with lambda = 0.001 it does not converge in 200 rounds.
+Here the bound by 1 is part of both other projections, and each of those is exact, in closed form. The sum over j
+of min(1, exp(x_j - t)) is the least, over m, of m + the sum of exp(x_j - t) over all but the m largest: a term is at
+most 1 and at most its exponential, and the m largest are the best to cut. All of these fall with t, so that the t
 at which the least is k is the least of the t at which each is k:
 
     t = min over m < k of  log(sum of exp(x_j) over all but the m largest) - log(k - m)
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 OVER_RELAXATION = 1.5
-"""length of a step, where 1 goes to the best u or v for the other; towards 2 the steps no longer settle"""
+"""step length; 1 is exact block ascent, and steps near 2 do not converge"""
 
 
 def solve_shift(x: Tensor, total: float) -> Tensor:

@@ -40,7 +40,7 @@ class CappedExpertChoice(ExpertChoice):
 
     def preferences(self, s: Tensor, taken: int) -> Tensor:
         num_experts, num_tokens = s.shape[1:]
-        # So few tokens that each expert takes one: then some must have more experts than the cap.
+        # With few tokens each expert still takes one, so that some tokens exceed the cap.
         cap = max(self.cap, math.ceil(taken * num_experts / num_tokens))
-        # In a row, A grows with S - v, which still tells apart what A rounds to 0 or 1.
+        # Within a row A is monotonic in S - v, which distinguishes values that A rounds to 0 or 1.
         return s - dual_prices(s, taken, cap, self.entropy, self.rounds)[1].unsqueeze(1)

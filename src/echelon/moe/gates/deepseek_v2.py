@@ -7,7 +7,7 @@
     f''_d = D/(M·T) · tokens sent to device d           P''_d = P'_d
     loss  = alpha1 · sum of f·P + alpha2 · sum of f'·P' + alpha3 · sum of f''·P''
 
-N experts lie in D devices' groups; T tokens are a sequence. Shared experts are the layer's, and see every token.
+N experts are in D groups, one per device; T tokens are a sequence. The shared expert belongs to the layer.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ loss against sequences that are uneven in themselves.
     f_i  = N/(K·T) · tokens that have s_i among their K largest      s without b, of all nodes, as the paper writes it
     P_i  = 1/T · sum over tokens of s_i / sum over j of s_j          loss = alpha · sum over i of f_i · P_i
 
-The paper's sum of highest affinities says nothing of the bias; its published code has it in the sum, and so has this.
+The paper does not say whether the sum of highest affinities includes the bias; its published code does, as does this.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     S = softmax(X·Wg)  over the e experts        each expert takes its k = n·c/e tokens with the largest S
     weights: S of token and expert
 
-Every expert has the same load by construction, so that there is no loss. A token is seen by any number of experts, c of
-them on average; c = 2, 1 and 0.5 in the paper. Which ones depends on every other token of the group: this leaks.
+Every expert has the same load by construction, so that there is no loss. A token has any number of experts, c on
+average; c = 2, 1 and 0.5 in the paper. They depend on every other token of the group: the gate leaks.
 """
 
 from __future__ import annotations
@@ -38,5 +38,5 @@ class ExpertChoice(Gate):
         return expert_choice_routing(tokens, s.gather(-1, tokens), s.shape[-1])
 
     def preferences(self, s: Tensor, taken: int) -> Tensor:
-        """[G, e, n]: by what an expert compares tokens."""
+        """[G, e, n]: the score by which an expert ranks tokens."""
         return s

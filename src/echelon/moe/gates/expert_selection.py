@@ -1,4 +1,4 @@
-"""The k best of a row, the same ones on every device: of equals the first comes first."""
+"""Building blocks of gates: deterministic top-k, router scores, group limits, expert capacity."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from echelon.moe.routing import count_assignments
 
 
 def stable_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """(values, indices) of the k largest along the last dim, the largest first. Values have a gradient.
+    """(values, indices) of the k largest along the last dim, in descending order. Values are differentiable.
 
-    `torch.topk` may take any of equal values, and which one it takes changes with the shape of the whole tensor: a
-    token would be routed differently in another layout.
+    `torch.topk` may return any of equal values depending on the shape of the tensor: a token would be routed
+    differently in another layout.
     """
     indices = scores.detach().sort(dim=-1, descending=True, stable=True).indices[..., :k]
     return scores.gather(-1, indices), indices
 
 
 def scatter_dense(indices: Tensor, values: Tensor, size: int) -> Tensor:
-    """[..., size]: the values at their indices, 0 elsewhere. No index comes twice; `size` itself is left out."""
+    """[..., size]: the values at their indices, which are unique, and 0 elsewhere. Index `size` is dropped."""
     zeros = values.new_zeros(*values.shape[:-1], size + 1)
     return zeros.scatter(-1, indices, values)[..., :size]
 
@@ -30,13 +30,13 @@ SCORE_FUNCTIONS = ("softmax", "sigmoid")
 
 
 def affinity(logits: Tensor, score_function: str) -> Tensor:
-    """In (0, 1): the experts of a token compete in a softmax, each stands alone in a sigmoid."""
+    """Router scores in (0, 1): softmax over the experts of a token, or a sigmoid of each."""
     return logits.softmax(-1) if score_function == "softmax" else logits.sigmoid()
 
 
 def normalise(x: Tensor) -> Tensor:
-    """Along the last dim with sum 1."""
-    # Sigmoids can all underflow.
+    """Normalise to sum 1 along the last dim."""
+    # All sigmoids can underflow.
     return x / x.sum(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
 
 
@@ -47,9 +47,9 @@ def score_function_errors(score_function: str) -> list[str]:
 
 
 def limit_groups(scores: Tensor, num_groups: int, limit: int, best: int) -> Tensor:
-    """Scores [.., E] with minus infinity outside the `limit` groups whose `best` highest scores have the largest sum.
+    """Scores [.., E] with -inf outside the `limit` groups whose `best` highest scores have the largest sum.
 
-    A group is a run of neighbouring experts: a property of the model, wherever its experts are kept.
+    A group is a run of consecutive experts, whichever ranks hold them: a token is sent to that many devices at most.
     """
     if limit == num_groups:
         return scores
@@ -75,17 +75,17 @@ def group_limit_errors(num_experts: int, k: int, num_groups: int, limit: int) ->
 
 
 def expert_capacity(factor: float, num_choices: int, num_experts: int) -> int:
-    """Places of an expert in a group: its fair share of all choices of all tokens, times a factor, rounded up."""
+    """Capacity of an expert in a group: the mean choices per expert times a factor, rounded up."""
     # 1.1 x 10 is 11.000000000000002 and must not become 12.
     return max(1, math.ceil(factor * num_choices / num_experts - 1e-9))
 
 
 def positions_in_expert(experts: Tensor, num_experts: int) -> Tensor:
-    """[G, N] of experts in the order in which they come -> how many before each one went to the same expert."""
+    """From experts [G, N] in order of arrival to the number of earlier choices of the same expert."""
     order = experts.sort(dim=-1, stable=True).indices
     counts = count_assignments(experts, num_experts)
-    # In the sorted list an expert's assignments stand together, from the sum of the counts before it on. Choices that
-    # were not made (the number of experts) stand behind all others.
+    # Sorted by expert, the choices of an expert start at the sum of the counts before it; choices that were not made
+    # (`num_experts`) come last.
     ends = counts.cumsum(-1)
     first = torch.cat((ends - counts, ends[:, -1:]), dim=-1)
     rank = torch.empty_like(order).scatter_(

@@ -2,13 +2,13 @@
 
     g    = softmax(Wg·x)                       m_e = 1/S · sum over tokens of g_e
     g1, e1, g2, e2 = the two largest           weights g1/(g1+g2) and g2/(g1+g2)
-    first choices, token by token:             kept while the expert has fewer than C = 2·S/E
-    second choices, behind all first ones:     made if 2·g2/(g1+g2) > uniform(0, 1), kept while there is room
-    l_aux = 1/E · sum over e of c_e/S · m_e    c_e: first choices of expert e, kept or not
+    first choices, token by token:             assigned while the expert has fewer than C = 2·S/E
+    second choices, behind all first ones:     made if 2·g2/(g1+g2) > uniform(0, 1), within capacity
+    l_aux = 1/E · sum over e of c_e/S · m_e    c_e: first choices of expert e, dropped or not
 
-What is not kept is zero: the residual connection carries the token on. The paper gives no coefficient of l_aux; 0.01
-is that of its authors' code. Its listing counts a second choice that was not made as if it took a place, its text says
-that not making it conserves capacity, and so does its authors' code: here it takes none.
+A dropped assignment has output 0: the residual connection carries the token. The paper gives no coefficient of l_aux;
+0.01 is that of its authors' code. Its listing counts a second choice that was not made against the capacity; its text
+and its authors' code do not, and neither does this.
 
 In the paper every other layer has experts, and groups are parts of a batch: here a group is a sequence, or one of the
 `local_groups` parts of it.
@@ -28,8 +28,7 @@ ORDERS = ("choices", "tokens")
 
 
 class GShard(TokenGate):
-    """`order` says who gets a place first: all first choices, as in the paper, or both choices of a token before those
-    of the next, by which no later token can displace an earlier one."""
+    """`order` of capacity slots: all first choices first, as in the paper, or token by token, which does not leak."""
 
     leaks_future = True
 
@@ -54,7 +53,7 @@ class GShard(TokenGate):
         self.random = RandomDraws() if random_second else None
 
     def scores(self, x: Tensor) -> Tensor:
-        """Logits, and the uniform number that the second choice is compared with (0: it is always made)."""
+        """Logits, and the uniform number that decides the second choice (0: it is always made)."""
         logits = self.logits(x, self.weight)
         one = logits[..., 0].detach()
         drawn = self.random.uniform(one) if self.random is not None and self.training else torch.zeros_like(one)
@@ -78,9 +77,9 @@ class GShard(TokenGate):
         if self.capacity_factor is None:
             return token_choice_routing(experts, weights, loss, num_experts)
         if self.order == "tokens":
-            place = positions_in_expert(experts.flatten(1), num_experts).view_as(experts)
+            position = positions_in_expert(experts.flatten(1), num_experts).view_as(experts)
         else:
-            in_line = experts.transpose(1, 2)
-            place = positions_in_expert(in_line.flatten(1), num_experts).view_as(in_line).transpose(1, 2)
-        kept = place < expert_capacity(self.capacity_factor, 2 * tokens, num_experts)
-        return token_choice_routing(experts, weights, loss, num_experts, kept)
+            by_choice = experts.transpose(1, 2)
+            position = positions_in_expert(by_choice.flatten(1), num_experts).view_as(by_choice).transpose(1, 2)
+        within_capacity = position < expert_capacity(self.capacity_factor, 2 * tokens, num_experts)
+        return token_choice_routing(experts, weights, loss, num_experts, within_capacity)

@@ -1,4 +1,4 @@
-"""Two-level gating. Shazeer et al. 2017, appendix B: a gate over groups of experts, and a gate of its own in each.
+"""Two-level gating. Shazeer et al. 2017, appendix B: a gate over groups of experts, and one inside each group.
 
     y = sum over i, j of G_primary(x)_i · G_i(x)_j · E_ij(x)
 
@@ -49,7 +49,7 @@ class Hierarchical(TokenGate):
         self.noise = RandomDraws()
 
     def scores(self, x: Tensor) -> Tensor:
-        """Of groups and experts together: logits, logits with noise, how far the noise spans."""
+        """Of groups and experts together: logits, noisy logits, std of the noise."""
         routers = (self.group_weight, self.weight, self.group_noise_weight, self.noise_weight)
         clean, raw = self.logits(x, *routers).chunk(2, dim=-1)
         return add_noise(clean, raw, self.noise if self.training else None)
@@ -60,9 +60,9 @@ class Hierarchical(TokenGate):
 
     def choose(self, scores: Tensor) -> Routing:
         a, b, inside = self.num_groups, self.num_experts // self.num_groups, self.k // self.k_groups
-        kinds = scores.unflatten(-1, (3, a + self.num_experts))
-        primary = NoisyLogits(*kinds[..., :a].unbind(-2))
-        secondary = NoisyLogits(*kinds[..., a:].unflatten(-1, (a, b)).unbind(-3))
+        parts = scores.unflatten(-1, (3, a + self.num_experts))
+        primary = NoisyLogits(*parts[..., :a].unbind(-2))
+        secondary = NoisyLogits(*parts[..., a:].unflatten(-1, (a, b)).unbind(-3))
 
         values, groups = stable_top_k(primary.noisy, self.k_groups)
         g_primary = values.softmax(-1)  # [G, T, k_groups]
@@ -80,12 +80,12 @@ class Hierarchical(TokenGate):
 
     def _load(self, primary: NoisyLogits, secondary: NoisyLogits, groups: Tensor, inside: int) -> Tensor:
         """[G, E]"""
-        sees = scatter_dense(
+        chosen = scatter_dense(
             groups, primary.clean.new_ones(groups.shape), self.num_groups
         )  # [G, T, a]: the token is in X_i
-        of_groups = selection_probability(primary, self.k_groups).sum(1)
-        of_members = (selection_probability(secondary, inside) * sees.unsqueeze(-1)).sum(1)
-        return (of_groups.unsqueeze(-1) * of_members / sees.sum(1).clamp(min=1).unsqueeze(-1)).flatten(1)
+        group_load = selection_probability(primary, self.k_groups).sum(1)
+        member_load = (selection_probability(secondary, inside) * chosen.unsqueeze(-1)).sum(1)
+        return (group_load.unsqueeze(-1) * member_load / chosen.sum(1).clamp(min=1).unsqueeze(-1)).flatten(1)
 
 
 def _argument_errors(num_experts: int, k: int, num_groups: int, k_groups: int) -> list[str]:

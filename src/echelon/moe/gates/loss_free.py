@@ -3,7 +3,7 @@
     s = sigmoid(W·x)                            chosen: the k largest of s_i + b_i        weights: s_i, without b
     after each step:  b_i <- b_i + u · sign(mean of c - c_i)        c_i: choices of expert i in the whole batch
 
-The bias has no gradient and decides who is chosen, never with which weight.
+The bias has no gradient and affects the choice, not the weights.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class LossFree(TokenGate):
 
     @torch.no_grad()
     def end_step(self, load: Tensor) -> None:
-        missing = load.sum() - load * self.num_experts  # in whole numbers, which round nothing
-        self.bias += self.speed * missing.sign().to(self.bias.dtype)
+        deficit = load.sum() - load * self.num_experts  # exact, in integers
+        self.bias += self.speed * deficit.sign().to(self.bias.dtype)
 
     def choose(self, scores: Tensor) -> Routing:
         s = affinity(scores, self.score)
@@ -54,7 +54,7 @@ class LossFree(TokenGate):
         return token_choice_routing(experts, self.scale * weights, self.loss(s), self.num_experts)
 
     def candidates(self, biased: Tensor) -> Tensor:
-        """What the choice is made by; minus infinity is never chosen."""
+        """Scores to choose by; -inf is never chosen."""
         return biased
 
     def loss(self, s: Tensor) -> Tensor:

@@ -7,7 +7,7 @@
     Importance(X) = sum over x of G(x)         L_importance = w_importance · CV(Importance)²
     Load(X)_i     = sum over x of P(x, i)      L_load       = w_load · CV(Load)²
 
-P(x, i) is the chance that expert i is chosen if its own noise is drawn again: a count of choices with a gradient.
+P(x, i) is the probability that expert i is chosen if its noise is redrawn: a differentiable count of choices.
 kth_excluding is the k-th largest of H without H_i. Both matrices start at zero, so that the noise alone decides.
 """
 
@@ -25,16 +25,16 @@ from echelon.moe.routing import Routing, token_choice_routing
 from echelon.rng import ZEROS, RandomDraws
 
 MIN_NOISE_STD = 1e-6
-"""softplus underflows to 0, by which P would be divided"""
+"""P is divided by the softplus, which can underflow"""
 
 
 class NoisyLogits(NamedTuple):
-    """What one choice among noisy logits is made of."""
+    """Clean and noisy logits of one level of gating."""
 
     clean: Tensor
     noisy: Tensor
     std: Tensor
-    """how far the noise spans: its standard deviation"""
+    """standard deviation of the noise"""
 
 
 class NoisyTopK(TokenGate):
@@ -56,38 +56,36 @@ class NoisyTopK(TokenGate):
         return 3 * self.num_experts
 
     def choose(self, scores: Tensor) -> Routing:
-        level = NoisyLogits(*scores.chunk(3, dim=-1))
-        values, experts = stable_top_k(level.noisy, self.k)
+        logits = NoisyLogits(*scores.chunk(3, dim=-1))
+        values, experts = stable_top_k(logits.noisy, self.k)
         weights = values.softmax(-1)
         importance = scatter_dense(experts, weights, self.num_experts).sum(1)
-        load = selection_probability(level, self.k).sum(1)
+        load = selection_probability(logits, self.k).sum(1)
         loss = self.w_importance * cv_squared(importance) + self.w_load * cv_squared(load)
         return token_choice_routing(experts, weights, loss, self.num_experts)
 
 
 def add_noise(clean: Tensor, raw: Tensor, noise: RandomDraws | None) -> Tensor:
-    """[.., 3 E]: a level, side by side."""
-    spans = F.softplus(raw).clamp(min=MIN_NOISE_STD)
-    return torch.cat((clean, clean if noise is None else clean + noise.normal(clean) * spans, spans), dim=-1)
+    """[.., 3 E]: clean logits, noisy logits and std of the noise, concatenated."""
+    std = F.softplus(raw).clamp(min=MIN_NOISE_STD)
+    return torch.cat((clean, clean if noise is None else clean + noise.normal(clean) * std, std), dim=-1)
 
 
-def selection_probability(level: NoisyLogits, k: int) -> Tensor:
+def selection_probability(logits: NoisyLogits, k: int) -> Tensor:
     """P(x, i) for each token and expert."""
-    size = level.noisy.shape[-1]
+    size = logits.noisy.shape[-1]
     if k == size:
-        return torch.ones_like(level.noisy)
-    values, experts = stable_top_k(level.noisy, k + 1)
+        return torch.ones_like(logits.noisy)
+    values, experts = stable_top_k(logits.noisy, k + 1)
     chosen = scatter_dense(experts[..., :k], torch.ones_like(values[..., :k]), size) > 0
-    # Without one of the best k, the next best moves up to be the k-th.
+    # Without one of the top k, the next one becomes the k-th.
     others = torch.where(chosen, values[..., k:], values[..., k - 1 : k])
-    out: Tensor = torch.special.ndtr((level.clean - others) / level.std)
+    out: Tensor = torch.special.ndtr((logits.clean - others) / logits.std)
     return out
 
 
 def cv_squared(x: Tensor) -> Tensor:
-    """The squared coefficient of variation along the last dim: variance over squared mean. The variance is that of the
-    numbers themselves (divided by n): a single number does not vary.
-    """
+    """The squared coefficient of variation along the last dim: population variance over squared mean."""
     mean = x.mean(-1)
-    # Where nothing was counted there is nothing uneven.
+    # No assignments: balanced.
     return x.var(-1, correction=0) / mean.square().clamp(min=torch.finfo(x.dtype).tiny)

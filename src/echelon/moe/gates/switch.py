@@ -3,11 +3,11 @@
     p     = softmax(Wr·x)      in fp32          y = p_i(x) · E_i(x)  for i = argmax p(x)
     f_i   = 1/T · tokens with argmax i          P_i = 1/T · sum over tokens of p_i
     loss  = alpha · N · sum over i of f_i · P_i
-    expert capacity = T / N · capacity factor; tokens are kept in their order while there is room
+    expert capacity = T / N · capacity factor; tokens are assigned in order up to the capacity
 
 In training the router's input is multiplied by numbers from 1 - jitter to 1 + jitter (appendix C). Its weights start
 from a normal truncated at two standard deviations of sqrt(s / fan-in) with s = 0.1, a tenth of the usual. In
-fine-tuning experts have a dropout of their own (section 2.4: 0.4 where other layers have 0.1): see dropout.py.
+fine-tuning experts have another dropout rate (section 2.4: 0.4 where other layers have 0.1): see moe/experts.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from echelon.moe.routing import Routing, count_assignments, token_choice_routing
 from echelon.rng import RandomDraws, truncated_normal_init
 
 INIT_SCALE = 0.1
-"""s: variance of first values times fan-in (section 2.4, table 3)"""
+"""s: initial variance times fan-in (section 2.4, table 3)"""
 
 
 class Switch(TokenGate):
@@ -58,7 +58,7 @@ class Switch(TokenGate):
         loss = self.balance * num_experts * (f * p.mean(1)).sum(-1)
         if self.capacity_factor is None:
             return token_choice_routing(experts, weights, loss, num_experts)
-        kept = positions_in_expert(experts.flatten(1), num_experts) < expert_capacity(
+        within_capacity = positions_in_expert(experts.flatten(1), num_experts) < expert_capacity(
             self.capacity_factor, tokens, num_experts
         )
-        return token_choice_routing(experts, weights, loss, num_experts, kept.unsqueeze(-1))
+        return token_choice_routing(experts, weights, loss, num_experts, within_capacity.unsqueeze(-1))

@@ -5,9 +5,9 @@
     loss = balance · E · sum over i of f_i · P_i   at least k · balance, where all experts are used alike
 
 Mixtral (Jiang et al. 2024) takes the softmax of the k largest logits, which is the softmax of all divided by the sum of
-the k largest. The papers do not say how they balance; the loss is that of the published models' code, whose coefficient
-(router_aux_loss_coef: Mixtral 0.02, Qwen 0.001) is of all layers together. `balance` is of one: what is published,
-divided by the layers, is as strong.
+the k largest. The papers do not state their balance loss; this is that of the published code, whose coefficient
+(router_aux_loss_coef: Mixtral 0.02, Qwen 0.001) is of all layers together. `balance` is of one layer: the published
+one divided by the number of layers.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from echelon.moe.routing import Routing, count_assignments, token_choice_routing
 
 
 class Mixtral(TokenGate):
-    """Weights with sum 1. Without a capacity nothing is dropped; with one, places go to all choices of a token before
-    those of the next."""
+    """Weights normalised to sum 1. With a capacity, slots are given in token order; without, no token is dropped."""
 
     def __init__(
         self,
@@ -56,13 +55,13 @@ class Mixtral(TokenGate):
             weights = normalise(weights)
         if self.capacity_factor is None:
             return token_choice_routing(experts, weights, loss, num_experts)
-        place = positions_in_expert(experts.flatten(1), num_experts).view_as(experts)
-        kept = place < expert_capacity(self.capacity_factor, self.k * tokens, num_experts)
-        return token_choice_routing(experts, weights, loss, num_experts, kept)
+        position = positions_in_expert(experts.flatten(1), num_experts).view_as(experts)
+        within_capacity = position < expert_capacity(self.capacity_factor, self.k * tokens, num_experts)
+        return token_choice_routing(experts, weights, loss, num_experts, within_capacity)
 
 
 class Qwen(Mixtral):
-    """Qwen's mixtures (Qwen1.5-MoE, Qwen2-MoE): the weights keep the sum that they have. Qwen3 normalises them."""
+    """Qwen1.5-MoE and Qwen2-MoE: weights are not normalised. Qwen3 normalises them."""
 
     def __init__(
         self,

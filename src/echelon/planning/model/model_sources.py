@@ -34,7 +34,7 @@ def resolve_shape(model: str) -> ModelShape:
     if ":" in model:
         return _traced_shape(model)
     legal = f"{', '.join(model_names())}, a Hugging Face config.json, or module.py:factory"
-    rule = "is not the name of a model size"
+    rule = "is an unknown model size"
     raise ValidationError(
         [ValidationIssue(key="model", value=model, message=rule, legal=legal, hint=did_you_mean(model, model_names()))]
     )
