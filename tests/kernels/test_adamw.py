@@ -10,8 +10,8 @@ from devices import DEVICE
 from torch import Tensor
 
 from echelon.kernels.optim import fused_adamw
-from echelon.kernels.optim.fused_adamw import ElementIndices
 from echelon.kernels.optim.split_fp32 import join_halves, split_halves
+from echelon.kernels.optim.stochastic_round import ElementIndices, random_bits, stochastic_round
 
 BETAS, EPS, DECAY, LR = (0.9, 0.95), 1e-8, 0.1, 1e-2
 FIRST = ElementIndices()
@@ -137,22 +137,20 @@ def test_a_step_that_is_not_live_writes_nothing() -> None:
 
 def test_rounding_by_chance_has_the_right_mean() -> None:
     x = torch.full((200_000,), 1.0 + 0.3 / 128, device=DEVICE)  # between two neighbours, nearer to the lower
-    bits = fused_adamw.random_bits(len(x), ElementIndices(), torch.tensor(7, device=DEVICE))
-    found = fused_adamw.stochastic_round(-x, bits & 0xFFFF)
+    bits = random_bits(len(x), ElementIndices(), torch.tensor(7, device=DEVICE))
+    found = stochastic_round(-x, bits & 0xFFFF)
     assert found.unique().tolist() == [-1.0078125, -1.0]
     assert float((found != -1.0).double().mean()) == pytest.approx(0.3, abs=0.005)
-    other = fused_adamw.stochastic_round(-x, bits >> 16)
+    other = stochastic_round(-x, bits >> 16)
     both = ((found != -1.0) & (other != -1.0)).double().mean()
     assert float(both) == pytest.approx(0.09, abs=0.005), "the two halves of the bits know nothing of each other"
-    again = fused_adamw.stochastic_round(
-        -x, fused_adamw.random_bits(len(x), ElementIndices(), torch.tensor(8, device=DEVICE)) & 0xFFFF
-    )
+    again = stochastic_round(-x, random_bits(len(x), ElementIndices(), torch.tensor(8, device=DEVICE)) & 0xFFFF)
     assert float((again == found).double().mean()) == pytest.approx(0.58, abs=0.01), "nor do two steps"
 
 
 def test_infinite_and_undefined_moments_stay_so() -> None:
     x = torch.tensor([float("inf"), float("-inf"), float("nan"), 0.0, -0.0], device=DEVICE)
-    found = fused_adamw.stochastic_round(x, torch.full((5,), 0xFFFF, device=DEVICE))
+    found = stochastic_round(x, torch.full((5,), 0xFFFF, device=DEVICE))
     assert found[:2].tolist() == [float("inf"), float("-inf")]
     assert found[2].isnan()
     assert found[3:].tolist() == [0.0, 0.0]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from echelon.kernels import launch_cache as room
-from echelon.kernels.launch_cache import launch
+from echelon.kernels import kernel_launch as room
+from echelon.kernels.kernel_launch import launch
 
 
 class Compiled:
@@ -55,7 +55,7 @@ def test_what_differs_is_compiled_anew() -> None:
 
 
 def test_constants_in_another_order_are_refused() -> None:
-    with pytest.raises(TypeError, match="in another order"):
+    with pytest.raises(TypeError, match="not in the order"):
         launch(Kernel(), 3, torch.zeros(64), 64, SIZE=16, CHUNK=32)
 
 

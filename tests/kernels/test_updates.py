@@ -15,8 +15,8 @@ from echelon import models
 from echelon.config.sections import OptimizerConfig
 from echelon.kernels import dispatch
 from echelon.kernels.optim import fused_adamw
-from echelon.kernels.optim.fused_adamw import ElementIndices
 from echelon.kernels.optim.split_fp32 import join_halves, split_halves
+from echelon.kernels.optim.stochastic_round import ElementIndices
 from echelon.optim.blockwise_quantization import BlockQuantizedState, code_boundaries
 from echelon.optim.optimizer_factory import build_optimizer
 from echelon.optim.param_shards import build_flat_segments

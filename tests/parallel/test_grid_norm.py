@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from echelon.kernels import tensor_metadata
 from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout, Mesh
 from echelon.parallel.comm.mesh_axis import MeshAxes
@@ -31,7 +32,7 @@ def part(x: Tensor, columns: ColumnShards) -> Tensor:
     ].clone()
 
 
-def compare(kind: str, width: int, offset: float, remake: bool) -> dict[str, float]:
+def compare(kind: str, width: int, offset: float, recompute: bool) -> dict[str, float]:
     """On a rank: a norm of each kind there and back, against torch's on the whole."""
     axis = MeshAxes(Mesh(Layout.parse(f"tp={dist.get_world_size()}")), dist.get_rank(), ["tp"])["tp"]
     columns = ColumnShards(axis, width)
@@ -54,9 +55,9 @@ def compare(kind: str, width: int, offset: float, remake: bool) -> dict[str, flo
         "stream": lambda: GridStreamNorm(w, columns, EPSILON),
     }
     module: Any = made[kind]()
-    module.recompute_output = remake
+    module.recompute_output = recompute
     found = module(mine, mine)[1] if kind == "stream" else module(mine)
-    again = found.note[0].recompute(None) if remake else found
+    again = tensor_metadata.read(found).recompute(None) if recompute else found
     found.backward(part(above, columns))
     pairs = {"out": (found, truth), "again": (again, truth), "x": (mine.grad, x.grad)}
     pairs |= {"weight": (w.grad, weight.grad), "bias": (b.grad, bias.grad)}

@@ -1,15 +1,16 @@
 """Triton kernels beside the plain torch they replace.
 
-Each idea is a pair of files: `norm.py` has the function that models call, the plain torch, and what autograd needs;
-`norm_gpu.py` has the kernels, and is imported only where a tensor on a GPU is at hand (`choice.py`).
+Each operator is a pair of files: `rmsnorm.py` has the function that models call, its plain torch version and its
+autograd function; `rmsnorm_triton.py` has the kernels, and is imported only when a tensor on a GPU needs it
+(`dispatch.py`).
 
-norm, swiglu, rope      operators between products          linear    products, and where their gradients go
-loss                    the language head, in chunks        cast      matrices in 8 bits
-adamw, halves           the update, master values           note      what one kernel tells the next
-adamw8, lion, sgd, average (_gpu alone; the plain torch is in optim/)
-weights_gpu             what kernels of updates share
-blocks, fused           attention, a block of keys at a time
-bits, sparse            what ReLU lets through              blockwise values in 8 bits, a scale for each block
-places, pool            where a maximum was                 lying     how a dense tensor lies in memory
-launch                  the same launch once more
+dispatch         which calls run Triton         kernel_launch    compiled-kernel cache, grid sizes
+tensor_metadata  row maxima and recompute       tensor_spec      shape, strides and dtype of a tensor
+                 functions attached to tensors  memory_limits    sizes shared with the planner (no torch)
+
+attention/    blockwise attention with log-sum-exp, torch's SDPA kernels, RoPE
+layers/       RMSNorm, SwiGLU, cross entropy of the LM head
+gemm/         fused linear layers, grouped GEMM, FP8 casts
+optim/        AdamW and other updates, fp32 weights split into two halves, stochastic rounding
+activations/  formats of compressed saved activations: bitmasks, sparse values, blockwise casts, max-pool indices
 """

@@ -1,4 +1,4 @@
-"""Limits on the buffers of kernels, which the planner counts too. No torch."""
+"""Sizes of the kernels' buffers, which the planner counts too. No torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ LOSS_CHUNK_BYTES = 1 << 30
 """of the logits that the fused loss computes at a time; GEMMs of fewer tokens are slower"""
 MIN_CHUNK_TOKENS = 256
 """tokens of a chunk of logits, at least"""
+SCALE_BLOCK = 256
+"""elements of a saved activation that share a scale, or a count of nonzero values"""
 
 
 def tokens_per_chunk(vocab_size: int, element_bytes: int) -> int:
-    """Tokens whose logits the fused loss computes at a time: a power of two."""
+    """Return the tokens whose logits the fused loss computes at a time, a power of two.
+
+    >>> tokens_per_chunk(128_256, 2)
+    4096
+    """
     fitting = max(LOSS_CHUNK_BYTES // (vocab_size * element_bytes), MIN_CHUNK_TOKENS)
     return 1 << (fitting.bit_length() - 1)

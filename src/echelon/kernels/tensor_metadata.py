@@ -1,7 +1,7 @@
-"""What a kernel knows of a tensor that it made, for the kernel that reads it next.
+"""Metadata that a kernel attaches to its output for the kernel that reads it next.
 
-A note is an attribute of the tensor. It is lost wherever another operator makes a new tensor of it, and whoever finds
-none does without: it only ever saves time or memory.
+The metadata is an attribute of the tensor. Any other operator makes a new tensor without it, and readers work without
+it: it only ever saves time or memory.
 """
 
 from __future__ import annotations
@@ -15,25 +15,28 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class TensorMetadata:
+    """What the kernel that made a tensor knows about it."""
+
     row_amax: Tensor | None = None
     """float32 [rows]: the largest absolute value of each row"""
     recompute: Callable[[Tensor | None], Tensor] | None = None
-    """makes the tensor again, from what is kept anyway: backward then need not keep it. Given the tensor's gradient, it
-    may do its maker's backward on the way, and say so in a note on the gradient"""
+    """recomputes the tensor from tensors that are saved anyway, so backward need not save it. Given the tensor's
+    gradient, it may compute the input gradient too, and attach that to the gradient as `input_gradient`"""
     input_gradient: Tensor | None = None
-    """of a gradient: the gradient of what its tensor was made of, where that is computed already"""
+    """on a gradient: the gradient of the producer's input, where it is computed already"""
 
 
 EMPTY = TensorMetadata()
 
 
 def attach(x: Tensor, metadata: TensorMetadata) -> Tensor:
-    noted: Any = x
-    noted.note = (metadata, x._version)
+    """Attach metadata to x, valid until x is modified in place."""
+    holder: Any = x
+    holder.echelon_metadata = (metadata, x._version)
     return x
 
 
 def read(x: Tensor) -> TensorMetadata:
-    """An empty note where there is none, or where the tensor was changed since (gradients may be added up in place)."""
-    found = getattr(x, "note", None)
-    return found[0] if found is not None and found[1] == x._version else EMPTY
+    """Return x's metadata; empty if there is none, or if x changed since (autograd adds gradients up in place)."""
+    attached = getattr(x, "echelon_metadata", None)
+    return attached[0] if attached is not None and attached[1] == x._version else EMPTY

@@ -1,4 +1,4 @@
-"""How a dense tensor lies in memory: rows, one for each sample, blocks of a row, and chunks of it for programs."""
+"""Tensor specs (shape, strides, dtype, device), and how dense tensors are split into rows, chunks and blocks."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-BLOCK = 256
-"""elements that share a scale, or a number of those that are not zero; a row begins a block of its own, so that a
-sample is rounded alike in every batch"""
+from echelon.kernels.memory_limits import SCALE_BLOCK
+
 CHUNK = 2048
-"""elements of a row that a program takes"""
+"""elements of a row that one program processes"""
 
 
 def is_dense(x: Tensor) -> bool:
-    """Every element has a place of its own, without gaps."""
+    """Return whether x covers its memory without gaps or overlaps, in any order of dims."""
     expected = 1
     for stride, size in sorted((stride, size) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1):
         if stride != expected:
@@ -27,39 +26,38 @@ def is_dense(x: Tensor) -> bool:
 
 
 def is_dense_by_sample(x: Tensor) -> bool:
-    """Dense, and samples (dim 0) lie one after another."""
+    """Return whether x is dense and its samples (dim 0) follow one another in memory."""
     if x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)):
-        return x.numel() > 0  # most are, and torch knows it
+        return x.numel() > 0  # the common case, which torch knows
     return is_dense(x) and (x.dim() < 2 or x.shape[0] == 1 or x.stride(0) == x.numel() // x.shape[0])
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """[rows, elements of each] as they lie: a sample is a row; a tensor of one dimension is one row."""
+    """View x as [rows, elements] in memory order: a sample is a row; a 1-d tensor is one row."""
     rows = x.shape[0] if x.dim() > 1 else 1
     return x.as_strided((rows, x.numel() // rows), (x.numel() // rows, 1))
 
 
 @dataclass(frozen=True)
 class RowSplit:
-    """How a row is cut for our kernels."""
+    """A row split into chunks for programs, and blocks that share a scale. Every row starts a new block."""
 
     chunk_size: int
-    """elements of a program"""
     num_chunks: int
     block_size: int
-    """elements that share a scale"""
     num_blocks: int
 
 
-@lru_cache(maxsize=4096)  # asked for at every launch
+@lru_cache(maxsize=4096)  # called at every launch
 def split_row(row_size: int) -> RowSplit:
+    """Split a row of `row_size` elements."""
     chunk = min(CHUNK, max(16, 1 << (row_size - 1).bit_length()))
-    return RowSplit(chunk, -(-row_size // chunk), min(BLOCK, chunk), -(-row_size // BLOCK))
+    return RowSplit(chunk, -(-row_size // chunk), min(SCALE_BLOCK, chunk), -(-row_size // SCALE_BLOCK))
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor but for its values."""
+    """A tensor without its values."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -78,5 +76,5 @@ class TensorSpec:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
     def match_strides(self, x: Tensor) -> Tensor:
-        """x, lying so."""
+        """Return x with this spec's strides: x itself, or a copy."""
         return x if x.stride() == self.stride else self.empty().to(x.dtype).copy_(x)

@@ -13,7 +13,7 @@ from echelon.models.model_config import NORM_EPSILON
 class Linear(nn.Linear):
     """A linear layer that our kernels compute, alone or fused with others of the same input."""
 
-    arithmetic: LinearGemms = PLAIN_GEMMS
+    gemms: LinearGemms = PLAIN_GEMMS
     """its GEMMs: plain, or in fp8 (precision/fp8_linear.py)"""
 
     def forward(self, input: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from echelon.kernels import dispatch
-from echelon.kernels.optim.fused_adamw import ElementIndices
+from echelon.kernels.optim.stochastic_round import ElementIndices
 from echelon.layout.placement import LogicalParam, Piece
 from echelon.optim import optimizer_groups
 from echelon.optim.matrix_shards import MatrixRectangle, MatrixStack, local_matrix_stack, shard_rectangles

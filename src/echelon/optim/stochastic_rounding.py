@@ -11,7 +11,13 @@ from torch import Tensor
 
 from echelon import rng
 from echelon.kernels import dispatch
-from echelon.kernels.optim.fused_adamw import MASK32, ElementIndices, random_bits, second_hash_bits, stochastic_round
+from echelon.kernels.optim.stochastic_round import (
+    MASK32,
+    ElementIndices,
+    random_bits,
+    second_hash_bits,
+    stochastic_round,
+)
 from echelon.layout.placement import Piece
 
 

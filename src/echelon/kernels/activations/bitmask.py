@@ -1,7 +1,7 @@
-"""One bit for each element: where a ReLU lets through, and flags. A row of elements begins a byte of its own.
+"""Bitmasks: one bit per element, for the sign of ReLU outputs and for boolean masks. Every row starts a new byte.
 
-ReLU's backward needs to know of its output only what is above zero. Forward writes these bits on the way, and backward
-reads them in place of the output: with our kernels both move fewer bytes than torch's own.
+ReLU's backward needs only which outputs are above zero. Forward also writes these bits, and backward reads them in
+place of the output: both kernels move fewer bytes than torch's.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from echelon.kernels.tensor_spec import TensorSpec, as_rows
 
 
 def use_triton(x: Tensor) -> bool:
-    """Our kernels of this room take the tensor."""
+    """Return whether the Triton kernels of this package process the tensor."""
     return x.is_cuda and dispatch.triton_enabled()
 
 
 def relu_with_bitmask(x: Tensor, *, in_place: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """(ReLU of x, its bits [rows, bytes of a row], how many are above zero in each block). x lies in rows.
+    """Return (ReLU of x, its bitmask [rows, bytes of a row], nonzeros per block). x is dense by sample.
 
-    The numbers are made by our kernel only, for what follows it (sparse.py); beside plain torch there are none.
+    Only the Triton kernel counts nonzeros, for sparse_values.py; in plain torch the counts are empty.
     """
-    found: tuple[Tensor, Tensor, Tensor] = _ReluWithBitmask.apply(x, in_place)
-    return found
+    outputs: tuple[Tensor, Tensor, Tensor] = _ReluWithBitmask.apply(x, in_place)
+    return outputs
 
 
 class _ReluWithBitmask(Function):
@@ -43,31 +43,30 @@ class _ReluWithBitmask(Function):
             bits, counts = bitmask_triton.relu(rows, rows if in_place else as_rows(y))
         else:
             y = x.relu_() if in_place else torch.relu(x)
-            # What is not a number is let through, as torch does.
+            # NaN passes, as in torch.
             bits, counts = pack_plain((as_rows(y) <= 0).logical_not_()), torch.empty(0, dtype=torch.int32)
         ctx.save_for_backward(bits)
         ctx.mark_non_differentiable(bits, counts)
-        ctx.set_materialize_grads(False)  # zeros for bits and numbers, which nobody reads
+        ctx.set_materialize_grads(False)  # no zero gradients for bits and counts
         return y, bits, counts
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:
         if gradients[0] is None:
             return None, None
-        masked: Any = (
-            _MaskGradient.apply if torch.is_grad_enabled() else _mask_gradient
-        )  # it may be a backward of a backward
-        return masked(gradients[0], ctx.saved_tensors[0], ctx.spec), None
+        double_backward = torch.is_grad_enabled()
+        mask: Any = _MaskGradient.apply if double_backward else _mask_gradient
+        return mask(gradients[0], ctx.saved_tensors[0], ctx.spec), None
 
 
 class _MaskGradient(Function):
-    """The gradient where the bits are set, else zero. It is its own backward."""
+    """The gradient where the bits are set, else zero. It is its own derivative."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, bits: Tensor, lying: TensorSpec) -> Tensor:
+    def forward(ctx: Any, gradient: Tensor, bits: Tensor, spec: TensorSpec) -> Tensor:
         ctx.save_for_backward(bits)
-        ctx.spec = lying
-        return _mask_gradient(gradient, bits, lying)
+        ctx.spec = spec
+        return _mask_gradient(gradient, bits, spec)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -89,7 +88,7 @@ def _mask_gradient(gradient: Tensor, bits: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def pack(flags: Tensor) -> Tensor:
-    """bool [rows, n] to uint8 [rows, n / 8 rounded up]"""
+    """Pack bool [rows, n] into uint8 [rows, ceil(n / 8)]."""
     if use_triton(flags):
         from echelon.kernels.activations import bitmask_triton
 
@@ -98,7 +97,7 @@ def pack(flags: Tensor) -> Tensor:
 
 
 def unpack(bits: Tensor, out: Tensor) -> None:
-    """The inverse of `pack`, into bool [rows, n]."""
+    """Unpack bits into bool [rows, n]; the inverse of `pack`."""
     if use_triton(bits):
         from echelon.kernels.activations import bitmask_triton
 
@@ -119,6 +118,6 @@ def pack_plain(flags: Tensor) -> Tensor:
 
 
 def unpack_plain(bits: Tensor, n: int) -> Tensor:
-    """bool [rows, n]"""
+    """Return bool [rows, n]."""
     places = torch.arange(8, dtype=torch.uint8, device=bits.device)
     return (bits.unsqueeze(-1) >> places).bitwise_and_(1).view(torch.bool).flatten(1)[:, :n]

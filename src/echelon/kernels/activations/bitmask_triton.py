@@ -1,4 +1,4 @@
-"""bits.py's kernels: a program takes a chunk of a row, eight elements to a byte."""
+"""Bitmask kernels: a program processes a chunk of a row, eight elements per byte."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from echelon.kernels.launch_cache import launch
+from echelon.kernels.kernel_launch import launch
 from echelon.kernels.tensor_spec import split_row
 
 
 @triton.jit
 def _bits_offsets(row, chunks, CHUNK: tl.constexpr):
-    """(elements, which of them there are, bytes, which of them there are) of the program"""
+    """Return (element offsets, their mask, byte offsets, their mask) of the program."""
     program = tl.program_id(0)
     line, start = (program // chunks).to(tl.int64), program % chunks * CHUNK  # division of 64 bits is slow
     at = start + tl.arange(0, CHUNK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
@@ -25,7 +25,7 @@ def _bits_offsets(row, chunks, CHUNK: tl.constexpr):
 
 @triton.jit
 def _bits_block_offsets(chunks, blocks, CHUNK: tl.constexpr, SIZE: tl.constexpr):
-    """(blocks, which of them there are) of the program"""
+    """Return (block indices, their mask) of the program."""
     program = tl.program_id(0)
     block = program % chunks * (CHUNK // SIZE) + tl.arange(0, CHUNK // SIZE)
     return (program // chunks).to(tl.int64) * blocks + block, block < blocks
@@ -33,7 +33,7 @@ def _bits_block_offsets(chunks, blocks, CHUNK: tl.constexpr, SIZE: tl.constexpr)
 
 @triton.jit
 def _store_bits(bits_ptr, at, inside, flags):
-    """flags [n, 8], 0 or 1, as bytes"""
+    """Pack flags [n, 8], 0 or 1, into bytes."""
     byte = tl.sum(flags << tl.arange(0, 8)[None, :], axis=1)
     tl.store(bits_ptr + at, byte.to(tl.uint8), mask=inside)
 
@@ -48,9 +48,9 @@ def _load_bits(bits_ptr, at, inside):
 def _bits_relu(x_ptr, y_ptr, bits_ptr, counts_ptr, row, chunks, blocks, CHUNK: tl.constexpr, SIZE: tl.constexpr):
     at, inside, byte, there = _bits_offsets(row, chunks, CHUNK)
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
-    shut = x <= 0  # not so of what is not a number
-    tl.store(y_ptr + at, tl.where(shut, 0.0, x), mask=inside)
-    flags = tl.where(shut, 0, 1)
+    is_zero = x <= 0  # false for NaN
+    tl.store(y_ptr + at, tl.where(is_zero, 0.0, x), mask=inside)
+    flags = tl.where(is_zero, 0, 1)
     _store_bits(bits_ptr, byte, there, flags)
     count = tl.sum(tl.reshape(tl.sum(flags, axis=1), (CHUNK // SIZE, SIZE // 8)), axis=1)
     block, some = _bits_block_offsets(chunks, blocks, CHUNK, SIZE)
@@ -61,7 +61,7 @@ def _bits_relu(x_ptr, y_ptr, bits_ptr, counts_ptr, row, chunks, blocks, CHUNK: t
 def _bits_masked(gradient_ptr, bits_ptr, out_ptr, row, chunks, CHUNK: tl.constexpr):
     at, inside, byte, there = _bits_offsets(row, chunks, CHUNK)
     flags = _load_bits(bits_ptr, byte, there) != 0
-    # All of it is read: with a condition on each element, elements would be read one by one.
+    # Load every element: a per-element mask would prevent vectorised loads.
     gradient = tl.load(gradient_ptr + at, mask=inside, other=0.0)
     tl.store(out_ptr + at, tl.where(flags, gradient, 0.0), mask=inside)
 
@@ -89,7 +89,7 @@ def _empty_bitmask(like: Tensor) -> Tensor:
 
 
 def relu(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Writes ReLU of x [rows, n] into y, which may be x; (its bits, how many are set in each block)."""
+    """Write ReLU of x [rows, n] to y, which may be x; return (its bitmask, nonzeros per block)."""
     rows, row = x.shape
     at = split_row(row)
     bits, counts = _empty_bitmask(x), x.new_empty(rows * at.num_blocks, dtype=torch.int32)

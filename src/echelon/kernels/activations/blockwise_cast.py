@@ -1,8 +1,8 @@
-"""Values in fewer bits, for a while: 16, or 8 with a scale for each block of a row.
+"""Low-precision formats for saved activations: fp16, or 8 bits with a scale per block of a row.
 
-fp16    half precision; what is larger than the type holds becomes the largest that it holds
-fp8     e4m3: the largest of a block is brought to the end of the type's range
-int8    127 steps of equal size between 0 and the largest of a block
+fp16    half precision; larger values saturate
+fp8     e4m3: the absolute maximum of a block maps to the end of the dtype's range
+int8    127 equal steps between 0 and the absolute maximum of a block
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ import torch
 from torch import Tensor
 
 from echelon.kernels.activations import bitmask
-from echelon.kernels.tensor_spec import BLOCK
+from echelon.kernels.memory_limits import SCALE_BLOCK
 
 MIN_SCALE = 1e-30
-"""scales below this count as this, so that zeros stay zeros"""
+"""lower bound of a scale, so that a block of zeros has a finite inverse"""
 
 
 @dataclass(frozen=True)
 class BlockFormat:
+    """A low-precision format."""
+
     name: str
     dtype: torch.dtype
     max_value: float
-    """what the largest of a block is brought to; of fp16, what values are cut to"""
+    """what the absolute maximum of a block maps to; in fp16, the saturation value"""
 
     @property
     def has_scales(self) -> bool:
@@ -39,7 +41,7 @@ FORMATS = {
 
 
 def encode(x: Tensor, block_format: BlockFormat) -> tuple[Tensor, Tensor]:
-    """(values [rows, n] in the kind's type, scales [rows, blocks]; none of fp16)"""
+    """Return (codes [rows, n], scales [rows, blocks]); fp16 has no scales."""
     if bitmask.use_triton(x):
         from echelon.kernels.activations import blockwise_cast_triton
 
@@ -48,7 +50,7 @@ def encode(x: Tensor, block_format: BlockFormat) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scales: Tensor, block_format: BlockFormat, out: Tensor) -> None:
-    """The inverse of `encode`, into [rows, n]."""
+    """Decode into `out` [rows, n]; the inverse of `encode`."""
     if bitmask.use_triton(out):
         from echelon.kernels.activations import blockwise_cast_triton
 
@@ -75,7 +77,7 @@ def encode_plain(x: Tensor, block_format: BlockFormat) -> tuple[Tensor, Tensor]:
 
 
 def decode_plain(codes: Tensor, scales: Tensor, block_format: BlockFormat) -> Tensor:
-    """float32 [rows, n]; of fp16 half precision"""
+    """Return float32 [rows, n], or fp16 codes as they are."""
     if not block_format.has_scales:
         return codes
     rows, n = codes.shape
@@ -83,5 +85,5 @@ def decode_plain(codes: Tensor, scales: Tensor, block_format: BlockFormat) -> Te
 
 
 def _split_blocks(x: Tensor) -> Tensor:
-    """[rows, blocks, BLOCK], with zeros behind the end of each row"""
-    return torch.nn.functional.pad(x, (0, -x.shape[1] % BLOCK)).view(len(x), -1, BLOCK)
+    """View rows as [rows, blocks, SCALE_BLOCK], padded with zeros."""
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % SCALE_BLOCK)).view(len(x), -1, SCALE_BLOCK)

@@ -1,7 +1,7 @@
-"""Max pooling over windows that lie side by side, which keeps one byte for each maximum: its place in the window.
+"""Max pooling over non-overlapping windows that saves one byte per maximum: its position in the window.
 
-Torch's own writes an index of 8 bytes in forward and reads it in backward. Where windows overlap, it still does, and
-places.py makes a byte of the index.
+Torch writes an 8-byte index in forward and reads it in backward. Overlapping windows still use torch, and
+pool_indices.py converts the index to a byte.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from echelon.kernels.tensor_spec import TensorSpec
 
 
 def supports(x: Tensor, window: PoolWindow) -> bool:
-    """Our kernels pool the tensor."""
+    """Return whether the Triton kernels pool this tensor."""
     return window.is_non_overlapping and x.dim() == 4 and bitmask.use_triton(x) and has_regular_strides(x)
 
 
@@ -34,8 +34,10 @@ class _MaxPool(Function):
 
         rows, channels, down, across = x.shape
         size = (rows, channels, down // window.kernel[0], across // window.kernel[1])
-        lying = torch.contiguous_format if x.is_contiguous() else torch.channels_last
-        out, codes = (torch.empty(size, dtype=t, device=x.device, memory_format=lying) for t in (x.dtype, torch.uint8))
+        memory_format = torch.contiguous_format if x.is_contiguous() else torch.channels_last
+        out, codes = (
+            torch.empty(size, dtype=t, device=x.device, memory_format=memory_format) for t in (x.dtype, torch.uint8)
+        )
         max_pool_triton.max_pool(x, window, out, codes)
         ctx.save_for_backward(codes)
         ctx.window, ctx.input, ctx.output = window, TensorSpec.from_tensor(x), TensorSpec.from_tensor(out)
@@ -43,20 +45,20 @@ class _MaxPool(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        spread: Any = (
+        scatter: Any = (
             _MaxPoolGradient.apply if torch.is_grad_enabled() else _scatter_gradient
-        )  # it may be a backward of a backward
-        return spread(ctx.output.match_strides(gradients[0]), ctx.saved_tensors[0], ctx.window, ctx.input), None
+        )  # grad mode: double backward
+        return scatter(ctx.output.match_strides(gradients[0]), ctx.saved_tensors[0], ctx.window, ctx.input), None
 
 
 class _MaxPoolGradient(Function):
-    """The gradient at the place of each maximum, else zero."""
+    """The gradient at each maximum, else zero."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, codes: Tensor, window: PoolWindow, lying: TensorSpec) -> Tensor:
+    def forward(ctx: Any, gradient: Tensor, codes: Tensor, window: PoolWindow, spec: TensorSpec) -> Tensor:
         ctx.save_for_backward(codes)
         ctx.window = window
-        return _scatter_gradient(gradient, codes, window, lying)
+        return _scatter_gradient(gradient, codes, window, spec)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
@@ -70,6 +72,6 @@ def _scatter_gradient(gradient: Tensor, codes: Tensor, window: PoolWindow, spec:
 
     out = spec.empty()
     if out.shape[2] % window.kernel[0] or out.shape[3] % window.kernel[1]:
-        out.zero_()  # what lies in no window
+        out.zero_()  # elements outside all windows
     max_pool_triton.scatter_gradient(gradient, codes, window, out)
     return out

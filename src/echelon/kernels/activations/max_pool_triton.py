@@ -1,4 +1,4 @@
-"""pool.py's kernels: a program takes outputs as they lie, in groups of eight channels where channels lie innermost."""
+"""Max-pool kernels: a program processes outputs in memory order, eight channels at a time in channels-last."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from echelon.kernels.activations.pool_indices import PoolWindow
-from echelon.kernels.launch_cache import launch
+from echelon.kernels.kernel_launch import launch
 
 GROUPS = 256
 
@@ -17,10 +17,10 @@ GROUPS = 256
 @triton.jit
 def _pool_offsets(size, inner, down, across, height, width, DOWN: tl.constexpr, ACROSS: tl.constexpr,
                 GROUPS: tl.constexpr, EACH: tl.constexpr):  # fmt: skip
-    """(outputs, which of them there are, the first input of each one's window): [groups, EACH]"""
+    """Return (output offsets, their mask, offset of the first input of each window): [groups, EACH]."""
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     each = inner // EACH
-    window = group // each  # one division for all of a group
+    window = group // each  # one division per group
     line = window // across
     image = line // down
     first = (image * height + (line - image * down) * DOWN) * width + (window - line * across) * ACROSS
@@ -39,7 +39,7 @@ def _pool_maximum(x_ptr, out_ptr, codes_ptr, size, inner, down, across, height, 
     for place in tl.static_range(1, DOWN * ACROSS):
         step = (place // ACROSS * width + place % ACROSS) * inner
         x = tl.load(x_ptr + first + step, mask=inside, other=0.0)
-        # The first of equal ones, and the last of those that are no number, as torch does.
+        # The first of equal values, and the last NaN, as in torch.
         better = (x > best) | (x != x)
         best, code = tl.where(better, x, best), tl.where(better, place, code)
     tl.store(out_ptr + at, best, mask=inside)
@@ -57,10 +57,10 @@ def _pool_backward(gradient_ptr, codes_ptr, out_ptr, size, inner, down, across, 
         tl.store(out_ptr + first + step, tl.where(code == place, gradient, 0.0), mask=inside)
 
 
-def _launch(kernel: Any, whole: Tensor, pooled: Tensor, window: PoolWindow, *tensors: Tensor) -> None:
-    inner = 1 if whole.is_contiguous() else whole.shape[1]
+def _launch(kernel: Any, image: Tensor, pooled: Tensor, window: PoolWindow, *tensors: Tensor) -> None:
+    inner = 1 if image.is_contiguous() else image.shape[1]
     each = 8 if inner % 8 == 0 else 1
-    numbers = (pooled.numel(), inner, *pooled.shape[2:], *whole.shape[2:])
+    numbers = (pooled.numel(), inner, *pooled.shape[2:], *image.shape[2:])
     down, across = window.kernel
     programs = triton.cdiv(pooled.numel(), GROUPS * each)
     launch(kernel, programs, *tensors, *numbers, DOWN=down, ACROSS=across, GROUPS=GROUPS, EACH=each)
@@ -71,5 +71,5 @@ def max_pool(x: Tensor, window: PoolWindow, out: Tensor, codes: Tensor) -> None:
 
 
 def scatter_gradient(gradient: Tensor, codes: Tensor, window: PoolWindow, out: Tensor) -> None:
-    """Writes all that lies in a window."""
+    """Write the gradient of every element inside a window."""
     _launch(_pool_backward, out, gradient, window, gradient, codes, out)

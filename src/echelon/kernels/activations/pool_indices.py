@@ -1,4 +1,4 @@
-"""Where a maximum was inside its window, in one byte, in place of torch's 8-byte index inside the whole image."""
+"""Max-pool indices in one byte: the position inside the window, in place of torch's 8-byte index inside the image."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from echelon.kernels.activations import bitmask
 
 @dataclass(frozen=True, kw_only=True)
 class PoolWindow:
-    """Of a pooling: pairs are (down, across)."""
+    """The windows of a 2-d pooling; pairs are (vertical, horizontal)."""
 
     width: int
-    """of the image that is pooled"""
+    """of the input image"""
     kernel: tuple[int, int]
     stride: tuple[int, int]
     padding: tuple[int, int]
     dilation: tuple[int, int]
     ceil_mode: bool = False
-    """windows at the edge may reach over it"""
+    """windows may extend beyond the edge"""
 
     @property
     def is_non_overlapping(self) -> bool:
-        """No element is in two of them, and none reaches over the edge."""
+        """Return whether windows neither overlap nor extend beyond the edge."""
         return self.stride == self.kernel and self.padding == (0, 0) and self.dilation == (1, 1) and not self.ceil_mode
 
 
 def encode(indices: Tensor, window: PoolWindow) -> Tensor:
-    """int64 [..., down, across], places in an image, to uint8 of the same shape, places in a window."""
+    """Convert int64 indices into an image [..., H, W] to uint8 positions inside windows, of the same shape."""
     out = torch.empty_like(indices, dtype=torch.uint8)
     if bitmask.use_triton(indices) and out.stride() == indices.stride() and has_regular_strides(indices):
         from echelon.kernels.activations import pool_indices_triton
@@ -45,7 +45,7 @@ def encode(indices: Tensor, window: PoolWindow) -> Tensor:
 
 
 def decode(codes: Tensor, window: PoolWindow) -> Tensor:
-    """The inverse of `encode`."""
+    """Convert positions inside windows to indices into the image; the inverse of `encode`."""
     out = torch.empty_like(codes, dtype=torch.int64)
     if bitmask.use_triton(codes) and out.stride() == codes.stride() and has_regular_strides(codes):
         from echelon.kernels.activations import pool_indices_triton
@@ -59,14 +59,14 @@ def decode(codes: Tensor, window: PoolWindow) -> Tensor:
 
 
 def _window_origins(like: Tensor, window: PoolWindow) -> tuple[Tensor, Tensor]:
-    """The row and the column of the image at which each window begins, outside of it where there is padding."""
+    """Return the row and column of the image where each window starts; negative in the padding."""
     down = torch.arange(like.shape[-2], device=like.device).unsqueeze(-1) * window.stride[0] - window.padding[0]
     across = torch.arange(like.shape[-1], device=like.device) * window.stride[1] - window.padding[1]
     return down, across
 
 
 def has_regular_strides(x: Tensor) -> bool:
-    """Channels lie outermost or innermost, and 32 bits count the elements: division is slow with more."""
+    """Return whether x is contiguous or channels-last, with element counts that fit int32: 64-bit division is slow."""
     if x.numel() >= 1 << 31:
         return False
     return x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))

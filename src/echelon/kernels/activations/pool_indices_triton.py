@@ -1,4 +1,4 @@
-"""places.py's kernels: one element after another, as they lie."""
+"""Max-pool index kernels, elementwise in memory order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCK = 1024
 
 @triton.jit
 def _places_origins(at, inner, down, across, stride_0, stride_1, padding_0, padding_1):
-    """The row and the column at which each window begins."""
+    """Return the row and column where each window starts."""
     window = at // inner
     return window // across % down * stride_0 - padding_0, window % across * stride_1 - padding_1
 
@@ -51,8 +51,8 @@ def _sizes(x: Tensor, window: PoolWindow) -> tuple[int, ...]:
 
 def _constants(window: PoolWindow) -> dict[str, int]:
     pairs = {"STRIDE": window.stride, "PADDING": window.padding, "DILATION": window.dilation}
-    found = {f"{name}_{dim}": pair[dim] for name, pair in pairs.items() for dim in (0, 1)}
-    return found | {"KERNEL": window.kernel[1], "BLOCK": BLOCK}
+    constants = {f"{name}_{dim}": pair[dim] for name, pair in pairs.items() for dim in (0, 1)}
+    return constants | {"KERNEL": window.kernel[1], "BLOCK": BLOCK}
 
 
 def encode(indices: Tensor, window: PoolWindow, out: Tensor) -> None:

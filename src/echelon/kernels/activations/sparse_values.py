@@ -1,7 +1,7 @@
-"""Only what is not zero: the values that bits mark, side by side, in their own type or in fewer bits.
+"""Sparse values: only the nonzeros that a bitmask marks, packed, in their dtype or in a low-precision format.
 
-The bits are those that ReLU kept anyway (bits.py). Scales are of blocks of elements as they lie, zeros included, so a
-value is rounded the same way whether its neighbours are stored or not.
+The bitmask is ReLU's (bitmask.py). Scales belong to blocks of the dense tensor, zeros included, so a value is rounded
+the same way whether its neighbours are stored or not.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ from echelon.kernels.activations.blockwise_cast import BlockFormat, decode_plain
 
 @dataclass(frozen=True)
 class SparseValues:
+    """The packed nonzeros of a tensor."""
+
     values: Tensor
-    """[how many bits are set]"""
+    """[number of set bits]"""
     scales: Tensor
-    """[rows, blocks]; none in 16 bits or in their own type"""
+    """[rows, blocks]; empty in fp16 and in the tensor's dtype"""
     block_ends: Tensor
-    """where the values of each block end, for our kernels only"""
+    """where the values of each block end; for the Triton kernels only"""
 
 
 @dataclass(frozen=True)
 class NonzeroCount:
-    """How many bits are set, on its way from the device: what is allocated depends on it."""
+    """Number of set bits, copied asynchronously from the device; it decides the size of the allocation."""
 
     total: Tensor
-    """where the processor can read it, once it has come"""
+    """on the CPU, valid once `ready` has completed"""
     block_ends: Tensor
     ready: torch.cuda.Event | None
 
@@ -41,7 +43,7 @@ class NonzeroCount:
 
 
 def count_nonzero(bits: Tensor, counts: Tensor, row_size: int) -> NonzeroCount:
-    """Counts, and waits for nothing."""
+    """Count set bits, without synchronising with the device."""
     if counts.numel():
         wide = bits.numel() * 8 >= 1 << 31
         ends = counts.cumsum(0, dtype=torch.int64 if wide else torch.int32)
@@ -50,25 +52,25 @@ def count_nonzero(bits: Tensor, counts: Tensor, row_size: int) -> NonzeroCount:
         ends, total = counts, packed.unpack_plain(bits, row_size).sum()
     if not total.is_cuda:
         return NonzeroCount(total, ends, None)
-    here, come = total.to("cpu", non_blocking=True), torch.cuda.Event()
-    come.record()
-    return NonzeroCount(here, ends, come)
+    copied, ready = total.to("cpu", non_blocking=True), torch.cuda.Event()
+    ready.record()
+    return NonzeroCount(copied, ends, ready)
 
 
 def compact(x: Tensor, bits: Tensor, total: int, block_ends: Tensor, block_format: BlockFormat | None) -> SparseValues:
-    """Of x [rows, n], what the bits mark."""
+    """Pack the elements of x [rows, n] that the bits mark."""
     if packed.use_triton(x) and block_ends.numel():
         from echelon.kernels.activations import sparse_values_triton
 
         return sparse_values_triton.compact(x, bits, total, block_ends, block_format)
     codes, scales = (x, empty_scales(x)) if block_format is None else encode_plain(x, block_format)
-    # Types of 8 bits know no operators; their bytes do.
+    # FP8 dtypes do not support indexing; their bytes do.
     values = codes.view(torch.uint8) if codes.element_size() == 1 else codes
     return SparseValues(values[packed.unpack_plain(bits, x.shape[1])].view(codes.dtype), scales, block_ends)
 
 
 def expand(sparse: SparseValues, bits: Tensor, block_format: BlockFormat | None, out: Tensor) -> None:
-    """The inverse of `compact`, into [rows, n], with zeros where no bit is set."""
+    """Expand into `out` [rows, n], with zeros where no bit is set; the inverse of `compact`."""
     if packed.use_triton(out) and sparse.block_ends.numel():
         from echelon.kernels.activations import sparse_values_triton
 

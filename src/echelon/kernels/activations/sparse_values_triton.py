@@ -1,15 +1,15 @@
-"""sparse.py's kernels: a program takes a chunk of a row, and knows where the values of each of its blocks begin.
+"""Sparse value kernels: a program processes a chunk of a row, and knows where the values of each block start.
 
 [Note: the order of values]
 
-A block is 32 bytes of bits, one for each thread of a warp: a thread reads and writes its eight elements at once. A
-block's values lie by their places in the byte: first those at the first place of each byte, then those at the second,
-and so on. So threads side by side write values side by side, into few lines of memory. Were values in the order of
-elements, each of a thread's eight stores would touch as many lines as there are threads.
+A block has 32 bytes of bitmask, one for each thread of a warp: a thread loads and stores its eight elements at once.
+Values of a block are ordered by their bit position: first those of bit 0 of each byte, then those of bit 1, and so on.
+So neighbouring threads write neighbouring values, into few cache lines. In element order, each of a thread's eight
+stores would touch as many lines as there are threads.
 
-    byte 0: 1.1.....     place 0: bytes 0, 2
-         1: .11.....           1: byte 1
-         2: 1.......           2: bytes 0, 1         values: 0.0  2.0  1.1  0.2  1.2  (byte.place)
+    byte 0: 1.1.....     bit 0: bytes 0, 2
+         1: .11.....         1: byte 1
+         2: 1.......         2: bytes 0, 1         values: 0.0  2.0  1.1  0.2  1.2  (byte.bit)
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from echelon.kernels.activations.bitmask_triton import _bits_block_offsets, _bit
 from echelon.kernels.activations.blockwise_cast import MIN_SCALE, BlockFormat, empty_scales
 from echelon.kernels.activations.blockwise_cast_triton import _quantize_codes
 from echelon.kernels.activations.sparse_values import SparseValues
-from echelon.kernels.launch_cache import launch
+from echelon.kernels.kernel_launch import launch
 from echelon.kernels.tensor_spec import split_row
 
 
 @triton.jit
 def _sparse_offsets(bits_ptr, ends_ptr, byte_at, there, block, some, CHUNK: tl.constexpr, SIZE: tl.constexpr):
-    """(where each element's value is, which elements have one): [bytes, 8]
+    """Return (offset of each element's value, which elements have one): [bytes, 8].
 
-    All eight places are counted at once, each in a part of a number of 64 bits.
+    All eight bit positions are counted at once, each in one byte of a 64-bit integer.
     """
     byte = tl.load(bits_ptr + byte_at, mask=there, other=0)
-    # Bit i alone in part i, then brought to the part's lowest place.
+    # Isolate bit i in byte i, then shift it to the lowest bit of that byte.
     parts = (byte.to(tl.uint64) * 0x0101010101010101) & 0x8040201008040201
     parts = ((parts + 0x7F7F7F7F7F7F7F7F) >> 7) & 0x0101010101010101
     parts = tl.reshape(parts, (CHUNK // SIZE, SIZE // 8))
@@ -51,7 +51,7 @@ def _sparse_offsets(bits_ptr, ends_ptr, byte_at, there, block, some, CHUNK: tl.c
 
 @triton.jit
 def _sparse_compact(
-    x_ptr, bits_ptr, ends_ptr, values_ptr, scales_ptr, row, chunks, blocks, most, smallest,
+    x_ptr, bits_ptr, ends_ptr, values_ptr, scales_ptr, row, chunks, blocks, max_value, smallest,
     NARROW: tl.constexpr, INT: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     at, inside, byte, there = _bits_offsets(row, chunks, CHUNK)
@@ -60,7 +60,7 @@ def _sparse_compact(
     place, has = _sparse_offsets(bits_ptr, ends_ptr, byte, there, block, some, CHUNK, SIZE)
     if NARROW:
         wide = tl.reshape(x.to(tl.float32), (CHUNK // SIZE, SIZE))
-        codes, scale = _quantize_codes(wide, most, smallest, INT, SCALED)
+        codes, scale = _quantize_codes(wide, max_value, smallest, INT, SCALED)
         codes = tl.reshape(codes.to(values_ptr.dtype.element_ty), (CHUNK // 8, 8))
         tl.store(values_ptr + place, codes, mask=has)
         if SCALED:

@@ -1,7 +1,7 @@
-"""Heads of one product's output, rotated by their positions.
+"""RoPE: splits one GEMM's output into q, k and v heads, and rotates q and k by their positions.
 
-The rows of the product hold all query heads, then all key heads, then all value heads. The kernel rotates queries and
-keys where they lie: nothing else reads what they were, so no second copy of them is kept for backward.
+Rows of the GEMM's output hold all query heads, then all key heads, then all value heads. The kernel rotates queries and
+keys in place: nothing else reads the unrotated values, so backward saves no second copy of them.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from echelon.kernels import dispatch, tensor_metadata
 from echelon.kernels.tensor_metadata import TensorMetadata
 
 Rotation = tuple[Tensor, Tensor]
-"""cos and sin, each [1 or B, T, head_dim / 2], in 32 bits or more"""
+"""(cos, sin), each [1 or B, T, head_dim / 2], in fp32 or fp64"""
 
 
 def apply_rotary(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotates pairs (i, i + head_dim / 2) of x [B, H, T, head_dim]."""
+    """Rotate pairs (i, i + head_dim / 2) of x [B, H, T, head_dim]."""
     cos, sin = (part.unsqueeze(1) for part in rotation)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
 def split_and_rotate_qkv(qkv: Tensor, rotation: Rotation, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v, each [B, heads of it, T, head_dim], from [B, T, all heads]. What is given is used up."""
+    """Return q, k and v, each [B, heads, T, head_dim], from qkv [B, T, all heads], which may be overwritten."""
     if dispatch.use_triton(qkv):
         q, k, v = _SplitAndRotateQKV.apply(qkv, *rotation, heads, kv_heads)
         return q, k, v
@@ -50,15 +50,15 @@ class _SplitAndRotateQKV(Function):
         from echelon.kernels.attention.rope_triton import apply_rotary_
 
         ctx.save_for_backward(cos, sin)
-        # `.data`: autograd need not know, as the product that made qkv does not keep it.
-        whole = qkv.data.contiguous()
-        apply_rotary_(whole, cos, sin, heads + kv_heads, heads + 2 * kv_heads)
-        return _split_qkv(whole, heads, kv_heads)
+        # `.data` hides the in-place change from autograd: the GEMM that made qkv does not save it.
+        rotated = qkv.data.contiguous()
+        apply_rotary_(rotated, cos, sin, heads + kv_heads, heads + 2 * kv_heads)
+        return _split_qkv(rotated, heads, kv_heads)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         from echelon.kernels.attention.rope_triton import rotary_backward
 
-        dqkv, largest = rotary_backward(*gradients, *ctx.saved_tensors)
-        return tensor_metadata.attach(dqkv, TensorMetadata(row_amax=largest)), None, None, None, None
+        dqkv, amax = rotary_backward(*gradients, *ctx.saved_tensors)
+        return tensor_metadata.attach(dqkv, TensorMetadata(row_amax=amax)), None, None, None, None

@@ -1,11 +1,11 @@
-"""Attention by the kernels that torch carries, with what they keep to themselves: the logarithm of the softmax's sum.
+"""Torch's SDPA kernels (cuDNN, flash) with the log-sum-exp that the public API does not return.
 
-[Note: one layout for one shape]
+[Note: one memory layout per shape]
 
-Torch remembers cuDNN's plans by the shapes and strides of q, k and v. A backward plan also holds the strides of out,
-lse and the gradient: asked again for the same q, k and v with an out that lies otherwise in memory, it reads it as the
-first one lay, and the gradients are wrong without a word (seen on 2.11 with cuDNN 9.19). So all three are always laid
-out in the one way that torch's own attention lays them out for such a q: dense, [B, T, H, D] and [B, H, T].
+Torch caches cuDNN's plans by the shapes and strides of q, k and v. A backward plan also holds the strides of out, lse
+and the gradient: called with the same q, k and v but an out of other strides, it reads out with the cached strides and
+silently returns wrong gradients (seen on 2.11 with cuDNN 9.19). So all three always have the one memory layout that
+torch's own attention gives them for such a q: dense, [B, T, H, D] and [B, H, T].
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from echelon import compat
 from echelon.kernels import dispatch
 
 MASKED_SCORE = -1e30
-"""added to a score that is not to be seen: finite, as a row of nothing else would otherwise give no number"""
+"""added to masked scores: finite, since a fully masked row would otherwise be NaN"""
 
 
 class SdpaKernel(Protocol):
+    """A fused attention kernel."""
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
-        """As `blocks.attend`."""
+        """As `blockwise_attention.attend`."""
         ...
 
     def attend_backward(
@@ -39,20 +41,20 @@ class SdpaKernel(Protocol):
         mask: Tensor | None,
         causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `blocks.attend_back`."""
+        """As `blockwise_attention.attend_backward`."""
         ...
 
 
 def find_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> SdpaKernel | None:
-    """The fastest kernel for this, forward and backward, of those that are switched on (`sdpa_kernel`)."""
+    """Return the fastest enabled kernel (`sdpa_kernel`) that supports these tensors forward and backward, or None."""
     if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or dispatch.autocast_enabled(q):
         return None
-    # A kernel is asked whether it has a backward by saying that a gradient is wanted.
+    # Requiring a gradient asks whether the kernel supports backward.
     mask = None if mask is None else _expand_to_4d(mask)
-    asked = torch.backends.cuda.SDPAParams(q.detach().requires_grad_(), k, v, mask, 0.0, causal, True)
-    if torch.backends.cuda.can_use_cudnn_attention(asked):
+    params = torch.backends.cuda.SDPAParams(q.detach().requires_grad_(), k, v, mask, 0.0, causal, True)
+    if torch.backends.cuda.can_use_cudnn_attention(params):
         return _CudnnKernel()
-    if mask is None and q.shape[-1] % 8 == 0 and torch.backends.cuda.can_use_flash_attention(asked):
+    if mask is None and q.shape[-1] % 8 == 0 and torch.backends.cuda.can_use_flash_attention(params):
         return _FlashKernel()
     return None
 
@@ -63,8 +65,8 @@ class _CudnnKernel:
         if mask is None:
             return compat.cudnn_attention(q, k, v, None, causal)
         out, lse = compat.cudnn_attention(q, k, v, _mask_to_bias(mask, q), causal)
-        blind = mask.any(-1).logical_not()
-        return out.masked_fill_(blind.unsqueeze(-1), 0.0), lse.masked_fill_(blind, -inf)
+        fully_masked = mask.any(-1).logical_not()
+        return out.masked_fill_(fully_masked.unsqueeze(-1), 0.0), lse.masked_fill_(fully_masked, -inf)
 
     def attend_backward(
         self,
@@ -77,12 +79,12 @@ class _CudnnKernel:
         mask: Tensor | None,
         causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # See [Note: one layout for one shape].
+        # See [Note: one memory layout per shape].
         gradient, out, lse = _dense_tokens_first(gradient), _dense_tokens_first(out), lse.contiguous()
         q, k, v = _tokens_first(q), _last_dim_contiguous(k), _last_dim_contiguous(v)
         if mask is None:
             return compat.cudnn_attention_backward(gradient, q, k, v, out, lse, None, causal)
-        lse = lse.masked_fill(lse == -inf, -MASKED_SCORE)  # every weight of a row that sees nothing is 0
+        lse = lse.masked_fill(lse == -inf, -MASKED_SCORE)  # makes every probability of a fully masked row 0
         return compat.cudnn_attention_backward(gradient, q, k, v, out, lse, _mask_to_bias(mask, q), causal)
 
 
@@ -114,12 +116,12 @@ def _mask_to_bias(mask: Tensor, q: Tensor) -> Tensor:
 
 
 def _expand_to_4d(mask: Tensor) -> Tensor:
-    """With all four dimensions."""
+    """View a mask with all four dims."""
     return mask[(None,) * (4 - mask.dim())]
 
 
 def _tokens_first(x: Tensor) -> Tensor:
-    """x [B, H, T, D], in memory [B, T, H, D], maybe with something between the tokens."""
+    """Return x [B, H, T, D] stored as [B, T, H, D], possibly with gaps between tokens."""
     return x if x.stride(3) == 1 and x.stride(1) <= x.stride(2) else _dense_tokens_first(x)
 
 
@@ -128,5 +130,5 @@ def _dense_tokens_first(x: Tensor) -> Tensor:
 
 
 def _last_dim_contiguous(x: Tensor) -> Tensor:
-    """Heads and tokens in any order, numbers of a head beside each other."""
+    """Return x with a contiguous last dim; heads and tokens may be in any order."""
     return x if x.stride(3) == 1 else x.contiguous()

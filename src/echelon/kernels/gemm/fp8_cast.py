@@ -1,8 +1,7 @@
-"""Matrices in 8 bits: values times a scale that brings the largest to the end of the type's range.
+"""Matrices in FP8: values times a scale that maps the absolute maximum (amax) to the end of the dtype's range.
 
-A product in 8 bits wants both factors with the dimension that is summed over last. The weight's gradient sums over
-rows where the other two products sum over columns, so a matrix is needed as it lies and transposed: one reading of it
-writes both.
+An FP8 GEMM requires both operands with the reduction dim last. The weight gradient reduces over rows where the other
+two GEMMs reduce over columns, so both a matrix and its transpose are needed: one read of the matrix writes both.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from torch import Tensor
 from echelon.kernels import tensor_metadata
 
 GEMM_ALIGNMENT = 16
-"""the dimension that is summed over is padded with zeros to a multiple of this"""
+"""the reduction dim is padded with zeros to a multiple of this"""
 MIN_AMAX = 1e-12
-"""largest values below this count as this, so that zeros stay zeros"""
+"""lower bound of amax, so that a matrix of zeros has a finite scale"""
 
 
 @dataclass(frozen=True)
 class Fp8Matrix:
-    """A matrix in 8 bits: `values` times `inverse` is what it stands for."""
+    """A matrix in FP8; it represents `values` times `inverse_scale`."""
 
     values: Tensor
-    """[rows, columns padded], of an 8-bit type"""
+    """[rows, padded columns], in an FP8 dtype"""
     inverse_scale: Tensor
-    """float32: a number, or one for each row [rows, 1]"""
+    """float32: a scalar, or one for each row [rows, 1]"""
 
 
 def pad_to_alignment(size: int) -> int:
@@ -35,10 +34,10 @@ def pad_to_alignment(size: int) -> int:
 
 
 def row_amax(x: Tensor) -> Tensor:
-    """float32 [rows]; known already where the kernel that made x noted it."""
-    known = tensor_metadata.read(x).row_amax
-    if known is not None:
-        return known
+    """Return the absolute maximum of each row, float32 [rows]; the kernel that made x may have attached it."""
+    attached = tensor_metadata.read(x).row_amax
+    if attached is not None:
+        return attached
     if x.is_cuda:
         from echelon.kernels.gemm import fp8_cast_triton
 
@@ -47,13 +46,13 @@ def row_amax(x: Tensor) -> Tensor:
 
 
 def column_amax(x: Tensor) -> Tensor:
-    """float32 [columns]"""
+    """Return the absolute maximum of each column, float32 [columns]."""
     if x.is_cuda:
         from echelon.kernels.gemm import fp8_cast_triton
 
         return fp8_cast_triton.column_amax(x)
-    largest: Tensor = torch.linalg.vector_norm(x, float("inf"), dim=0, dtype=torch.float32)
-    return largest
+    amax: Tensor = torch.linalg.vector_norm(x, float("inf"), dim=0, dtype=torch.float32)
+    return amax
 
 
 def inverse_scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
@@ -63,25 +62,25 @@ def inverse_scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
 def cast_to_fp8(
     x: Tensor, dtype: torch.dtype, *, row_inverse: Tensor | None = None, column_inverse: Tensor | None = None
 ) -> tuple[Fp8Matrix | None, Fp8Matrix | None]:
-    """x [rows, columns] as it lies, and transposed, each with the inverse scale that is given: a number or one a row.
+    """Cast x [rows, columns] with `row_inverse`, and x transposed with `column_inverse`; either may be None.
 
-    That of the transposed matrix is one for each column of x, [columns, 1].
+    An inverse scale is a scalar, or one per row of the result: [rows, 1], or [columns, 1] for the transpose.
     """
     if x.is_cuda:
         from echelon.kernels.gemm import fp8_cast_triton
 
-        plain, turned = fp8_cast_triton.cast_to_fp8(x, dtype, row_inverse, column_inverse)
+        plain, transposed = fp8_cast_triton.cast_to_fp8(x, dtype, row_inverse, column_inverse)
     else:
         plain = cast_to_fp8_plain(x, dtype, row_inverse) if row_inverse is not None else None
-        turned = cast_to_fp8_plain(x.t(), dtype, column_inverse) if column_inverse is not None else None
+        transposed = cast_to_fp8_plain(x.t(), dtype, column_inverse) if column_inverse is not None else None
     return (
         Fp8Matrix(plain, row_inverse) if plain is not None and row_inverse is not None else None,
-        Fp8Matrix(turned, column_inverse) if turned is not None and column_inverse is not None else None,
+        Fp8Matrix(transposed, column_inverse) if transposed is not None and column_inverse is not None else None,
     )
 
 
 def cast_to_fp8_plain(x: Tensor, dtype: torch.dtype, inverse: Tensor) -> Tensor:
-    most = torch.finfo(dtype).max
+    max_value = torch.finfo(dtype).max
     out = torch.zeros(x.shape[0], pad_to_alignment(x.shape[1]), dtype=dtype, device=x.device)
-    out[:, : x.shape[1]] = (x.float() * (1.0 / inverse)).clamp(-most, most).to(dtype)
+    out[:, : x.shape[1]] = (x.float() * (1.0 / inverse)).clamp(-max_value, max_value).to(dtype)
     return out

@@ -1,8 +1,8 @@
-"""Products with weights that lie side by side as one product, and gradients written where they are kept.
+"""Linear layers that read one input as one GEMM, with weight gradients written straight into their gradient buffers.
 
-A flat unit (parallel/dp/param_group.py) holds the weights of q, k and v, or of gate and up, one after the other: seen as one
-matrix they are one product, with no copy. The same holds for their gradients, which the backward product writes
-straight into the unit's buffer (`receive`).
+A parameter group (parallel/dp/param_group.py) stores the weights of q, k and v, or of gate and up, consecutively:
+viewed as one matrix they are one GEMM, without a copy. The same holds for their gradients, which the backward GEMM
+writes into the group's gradient buffer (`write_gradient`).
 """
 
 from __future__ import annotations
@@ -20,38 +20,39 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from echelon.kernels import dispatch, tensor_metadata
 
 ComputeGradient = Callable[[Tensor | None], Tensor]
-"""makes a gradient: in the place it is given, or in a new tensor"""
+"""computes a gradient into the given tensor, or into a new one"""
 SavedTensors = tuple[Tensor, ...]
 GradBufferLike = Any
-"""where parameters live: it receives gradients, and has a `version` that grows with every change; none has no home"""
+"""the hook that a parameter carries as `home`: receives gradients, and its `version` grows with every weight update;
+None where a parameter has none"""
 
 
 class LinearGemms(Protocol):
-    """How the three products of a linear layer are computed."""
+    """The three GEMMs of a linear layer: forward, input gradient, weight gradient."""
 
     def supports(self, weight: Tensor) -> bool:
-        """It can be computed so."""
+        """Return whether these GEMMs can multiply by this weight."""
         ...
 
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, grad_buffer: GradBufferLike, *, recomputed: bool
     ) -> tuple[Tensor, SavedTensors]:
-        """x weight^T + bias, and what the weight's gradient will need of x, or beside an x that will be remade."""
+        """Return x weight^T + bias, and what the weight gradient needs of x (beside x itself, if x is `recomputed`)."""
         ...
 
     def save_recomputed(self, x: Tensor, saved: SavedTensors) -> SavedTensors:
-        """What the weight's gradient needs of an x that was remade, with what forward kept beside it."""
+        """Return what the weight gradient needs of a recomputed x, given what forward saved beside it."""
         ...
 
     def backward(
         self, dy: Tensor, weight: Tensor, grad_buffer: GradBufferLike, needs_input: bool
     ) -> tuple[Tensor | None, Callable[[SavedTensors], ComputeGradient]]:
-        """The gradient of x, and how that of the weight comes of what was kept."""
+        """Return the gradient of x, and a function from the saved tensors to the weight gradient."""
         ...
 
 
 class PlainGemms:
-    """In the type of the tensors."""
+    """GEMMs in the dtype of the tensors."""
 
     def supports(self, weight: Tensor) -> bool:
         return True
@@ -67,51 +68,52 @@ class PlainGemms:
     def backward(
         self, dy: Tensor, weight: Tensor, grad_buffer: GradBufferLike, needs_input: bool
     ) -> tuple[Tensor | None, Callable[[SavedTensors], ComputeGradient]]:
-        def of_weight(kept: SavedTensors) -> ComputeGradient:
-            (x,) = kept
-            return lambda place: dy.t() @ x if place is None else torch.mm(dy.t(), x, out=place)
+        def weight_gradient(saved: SavedTensors) -> ComputeGradient:
+            (x,) = saved
+            return lambda out: dy.t() @ x if out is None else torch.mm(dy.t(), x, out=out)
 
-        return dy @ weight if needs_input else None, of_weight
+        return dy @ weight if needs_input else None, weight_gradient
 
 
 PLAIN_GEMMS = PlainGemms()
 
 
 def project(x: Tensor, *linears: Any) -> Tensor:
-    """The outputs of linear layers that read the same input, one after the other in the last dim."""
-    arithmetic = getattr(linears[0], "arithmetic", PLAIN_GEMMS)
-    return fused_linear(x, [linear.weight for linear in linears], [linear.bias for linear in linears], arithmetic)
+    """Return the outputs of linear layers that read the same input, concatenated in the last dim."""
+    gemms = getattr(linears[0], "gemms", PLAIN_GEMMS)
+    return fused_linear(x, [linear.weight for linear in linears], [linear.bias for linear in linears], gemms)
 
 
 def fused_linear(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], gemms: LinearGemms = PLAIN_GEMMS
 ) -> Tensor:
-    """x times each weight transposed, plus its bias, one after the other in the last dim."""
+    """Return x weight^T + bias of each weight, concatenated in the last dim; one GEMM where weights are consecutive."""
     if has_torch_function_unary(x):
         result: Tensor = handle_torch_function(fused_linear, (x,), x, weights, biases, gemms)
         return result
-    if dispatch.use_triton(x) or (tensor_metadata.read(x).recompute is not None and not dispatch.autocast_enabled(x)):
+    recomputable = tensor_metadata.read(x).recompute is not None
+    if dispatch.use_triton(x) or (recomputable and not dispatch.autocast_enabled(x)):
         given = [bias for bias in biases if bias is not None]
         weight, bias = concat_view(weights), concat_view(given) if given else None
         biases_fit = not given or (bias is not None and len(given) == len(weights))
         if weight is not None and weight.dtype == x.dtype and biases_fit:
             chosen = gemms if gemms.supports(weight) else PLAIN_GEMMS
-            keeps = torch.is_grad_enabled()
-            out: Tensor = _FusedLinear.apply(x, weight, bias, chosen, keeps, len(weights), *weights, *given)
+            grad_enabled = torch.is_grad_enabled()
+            out: Tensor = _FusedLinear.apply(x, weight, bias, chosen, grad_enabled, len(weights), *weights, *given)
             return out
-    found = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-    return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+    outputs = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
 
 def concat_view(matrices: Sequence[Tensor]) -> Tensor | None:
-    """The matrices [out_i, in], or vectors, as one, without a copy; none where they do not lie one after the other."""
+    """View matrices [out_i, in], or vectors, as one, without a copy; None where they are not consecutive in memory."""
     first, rows = matrices[0], 0
     end, storage = first.data_ptr(), first.untyped_storage().data_ptr()
     for matrix in matrices:
-        # Neighbours by chance, in memory of their own, are not one tensor.
+        # Different storages may happen to be neighbours in memory.
         if matrix.untyped_storage().data_ptr() != storage or matrix.dtype != first.dtype:
             return None
-        # An address of 0 is that of a parameter that was freed: its own module must be called to have it gathered.
+        # Address 0 is a resharded parameter: calling its module unshards it.
         if not end or matrix.data_ptr() != end or not matrix.is_contiguous() or matrix.shape[1:] != first.shape[1:]:
             return None
         end += matrix.numel() * matrix.element_size()
@@ -120,10 +122,10 @@ def concat_view(matrices: Sequence[Tensor]) -> Tensor | None:
 
 
 def write_gradient(parameters: Sequence[Tensor], compute_gradient: ComputeGradient) -> list[Tensor | None]:
-    """Hands a gradient to the parameters' home, or where they have none returns each one's part for autograd."""
-    home: Any = getattr(parameters[0], "home", None)
-    if home is not None:
-        home.receive(parameters, compute_gradient)
+    """Write a gradient into the parameters' gradient buffer; without one, return each parameter's part to autograd."""
+    grad_buffer: GradBufferLike = getattr(parameters[0], "home", None)
+    if grad_buffer is not None:
+        grad_buffer.receive(parameters, compute_gradient)
         return [None] * len(parameters)
     return list(compute_gradient(None).split([len(parameter) for parameter in parameters]))
 
@@ -135,19 +137,19 @@ class _FusedLinear(Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        arithmetic: LinearGemms,
-        keeps: bool,
+        gemms: LinearGemms,
+        grad_enabled: bool,
         num_weights: int,
         *parameters: Tensor,
     ) -> Tensor:
-        known = tensor_metadata.read(x)
-        flat = tensor_metadata.attach(x.reshape(-1, x.shape[-1]), known)
-        ctx.weights, ctx.sizes = parameters[:num_weights], [len(each) for each in parameters[num_weights:]]
-        ctx.home = getattr(ctx.weights[0], "home", None)
-        y, kept = arithmetic.forward(flat, weight, bias, ctx.home, recomputed=known.recompute is not None or not keeps)
-        ctx.again, ctx.recomputable = known.recompute, known.recompute is not None
-        ctx.save_for_backward(*kept)
-        ctx.weight, ctx.arithmetic, ctx.shape = weight, arithmetic, x.shape
+        metadata = tensor_metadata.read(x)
+        flat = tensor_metadata.attach(x.reshape(-1, x.shape[-1]), metadata)
+        ctx.weights, ctx.bias_sizes = parameters[:num_weights], [len(bias) for bias in parameters[num_weights:]]
+        ctx.grad_buffer = getattr(ctx.weights[0], "home", None)
+        ctx.recompute, ctx.recomputable = metadata.recompute, metadata.recompute is not None
+        y, saved = gemms.forward(flat, weight, bias, ctx.grad_buffer, recomputed=ctx.recomputable or not grad_enabled)
+        ctx.save_for_backward(*saved)
+        ctx.weight, ctx.gemms, ctx.shape = weight, gemms, x.shape
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -155,19 +157,19 @@ class _FusedLinear(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = gradients
         flat = tensor_metadata.attach(dy.reshape(-1, dy.shape[-1]), tensor_metadata.read(dy))
-        dx, of_weight = ctx.arithmetic.backward(flat, ctx.weight, ctx.home, ctx.needs_input_grad[0])
+        dx, weight_gradient = ctx.gemms.backward(flat, ctx.weight, ctx.grad_buffer, ctx.needs_input_grad[0])
         dx = dx.view(ctx.shape) if dx is not None else None
-        found: list[Tensor | None] = [None] * len(ctx.weights)
-        if any(ctx.needs_input_grad[6 : 6 + len(found)]):
-            kept = ctx.saved_tensors
+        weight_gradients: list[Tensor | None] = [None] * len(ctx.weights)
+        if any(ctx.needs_input_grad[6 : 6 + len(weight_gradients)]):
+            saved = ctx.saved_tensors
             if ctx.recomputable:
-                if ctx.again is None:
+                if ctx.recompute is None:
                     raise RuntimeError(
-                        "what recompute=ops makes again is let go of after one backward pass; "
-                        "use recompute=none to go backward twice (retain_graph)"
+                        "recompute=ops supports one backward pass per forward pass, as it frees what it recomputes "
+                        "from; use recompute=none for retain_graph"
                     )
-                kept = ctx.arithmetic.save_recomputed(ctx.again(dx).reshape(-1, ctx.shape[-1]), kept)
-            found = write_gradient(ctx.weights, of_weight(kept))
-        ctx.again = None  # it holds tensors, which autograd does not know of
-        of_biases = flat.sum(0).split(ctx.sizes) if ctx.sizes else ()
-        return dx, None, None, None, None, None, *found, *of_biases
+                saved = ctx.gemms.save_recomputed(ctx.recompute(dx).reshape(-1, ctx.shape[-1]), saved)
+            weight_gradients = write_gradient(ctx.weights, weight_gradient(saved))
+        ctx.recompute = None  # it holds tensors that autograd does not know of
+        bias_gradients = flat.sum(0).split(ctx.bias_sizes) if ctx.bias_sizes else ()
+        return dx, None, None, None, None, None, *weight_gradients, *bias_gradients

@@ -1,4 +1,4 @@
-"""Rows after the last run, set to 0: programs before its end have nothing to do, and end at once."""
+"""Kernel that zeroes the rows after the last group; programs before them return at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _fill_after(x, end, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 def zero_rows_after(x: Tensor, offsets: Tensor) -> Tensor:
-    """x [rows, width] with 0 in the rows from the last of `ends` on, in place."""
+    """Zero the rows of x [rows, width] from the last of `offsets` on, in place."""
     rows, width = x.shape
     grid = (triton.cdiv(rows, ROWS), triton.cdiv(width, COLUMNS))
     with torch.cuda.device_of(x):

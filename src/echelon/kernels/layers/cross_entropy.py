@@ -1,8 +1,7 @@
-"""Cross entropy of a language head that never holds the logits of more than some rows.
+"""Cross entropy of the LM head, fused with its GEMM: never holds the logits of more than one chunk of tokens.
 
-Forward makes the logits of one chunk of rows, their losses, and the gradients of both factors, then the next chunk's.
-Backward only multiplies by the gradient of the sum. What is kept is the gradient of the hidden rows, of the weight, and
-no logit.
+Forward computes the logits of one chunk of tokens, their losses, and the gradients of hidden states and weight, then
+the next chunk's. Backward only multiplies by the gradient of the sum. It saves those two gradients, and no logit.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ IGNORE_INDEX = -100
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The sum of the cross entropies of softmax(x weight^T) [..., V] (fp32, or fp64 where x is)."""
+    """Sum the cross entropies of softmax(x weight^T) [..., V], in fp32 (fp64 where x is)."""
     if dispatch.use_triton(x) and weight.dtype == x.dtype and weight.is_contiguous():
         total: Tensor = _LinearCrossEntropy.apply(x, weight, targets, torch.is_grad_enabled())
         return total
@@ -32,35 +31,36 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    """Sum the cross entropies of logits [..., V] in plain torch."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 ChunkLosses = Callable[[Tensor, Tensor, bool], Tensor]
-"""(logits of some rows, their targets, whether to put the gradient of the sum in their place) to a loss per row"""
+"""(logits of a chunk, its targets, whether to overwrite the logits with the gradient of the sum) to a loss per token"""
 
 
 def chunked_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, losses: ChunkLosses, *, chunk_tokens: int, backward: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(sum of losses, its gradients with respect to x [R, d] and to the weight [V, d]); empty ones without backward."""
+    """Return (sum of losses, its gradients for x [tokens, d] and weight [V, d]); these are empty without `backward`."""
     total = x.new_zeros((), dtype=torch.float32)
     dx = torch.empty_like(x) if backward else x.new_empty(0)
     dw = weight.new_empty(0)
     for start in range(0, len(x), chunk_tokens):
-        part = x[start : start + chunk_tokens]
-        logits = part @ weight.t()
+        hidden = x[start : start + chunk_tokens]
+        logits = hidden @ weight.t()
         total += losses(logits, targets[start : start + chunk_tokens], backward).sum()
         if not backward:
             continue
         torch.mm(logits, weight, out=dx[start : start + chunk_tokens])
-        # In float16 a sum over many rows overflows, and no loss scale would help: it comes after this.
+        # In float16 a sum over many tokens overflows, and no loss scale would help: it comes after this.
         if len(x) <= chunk_tokens and x.dtype != torch.float16:
-            dw = logits.t() @ part
+            dw = logits.t() @ hidden
         elif start == 0:
-            dw = _matmul_fp32(logits.t(), part)
+            dw = _matmul_fp32(logits.t(), hidden)
         else:
-            _addmm_fp32_(dw, logits.t(), part)
+            _addmm_fp32_(dw, logits.t(), hidden)
     return total, dx, dw
 
 
@@ -70,23 +70,24 @@ def _matmul_fp32(left: Tensor, right: Tensor) -> Tensor:
     return left.float() @ right.float()
 
 
-def _addmm_fp32_(onto: Tensor, left: Tensor, right: Tensor) -> None:
+def _addmm_fp32_(out: Tensor, left: Tensor, right: Tensor) -> None:
     if left.is_cuda and left.dtype != torch.float32:
-        torch.addmm(onto, left, right, out_dtype=torch.float32, out=onto)
+        torch.addmm(out, left, right, out_dtype=torch.float32, out=out)
     else:
-        onto.addmm_(left.float(), right.float())
+        out.addmm_(left.float(), right.float())
 
 
 class _LinearCrossEntropy(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, keeps: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, grad_enabled: bool) -> Tensor:
         from echelon.kernels.layers.cross_entropy_triton import cross_entropy_rows
 
-        backward = keeps and any(ctx.needs_input_grad[:2])
-        rows = tokens_per_chunk(weight.shape[0], x.element_size())
-        flat = x.reshape(-1, x.shape[-1])
+        backward = grad_enabled and any(ctx.needs_input_grad[:2])
+        flat, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1).contiguous()
         total, dx, dw = chunked_cross_entropy(
-            flat, weight, targets.reshape(-1).contiguous(), cross_entropy_rows, chunk_tokens=rows, backward=backward
+            *(flat, weight, targets, cross_entropy_rows),
+            chunk_tokens=tokens_per_chunk(weight.shape[0], x.element_size()),
+            backward=backward,
         )
         ctx.save_for_backward(dx.view_as(x) if backward else dx, dw)
         ctx.weight = weight
@@ -98,10 +99,10 @@ class _LinearCrossEntropy(Function):
         from echelon.kernels.layers.cross_entropy_triton import scale_into
 
         dx, dw = ctx.saved_tensors
-        weight, (scale,) = ctx.weight, gradients
+        weight, (loss_gradient,) = ctx.weight, gradients
 
-        def product(place: Tensor | None) -> Tensor:
-            return scale_into(dw, scale, torch.empty_like(weight) if place is None else place)
+        def compute_gradient(out: Tensor | None) -> Tensor:
+            return scale_into(dw, loss_gradient, torch.empty_like(weight) if out is None else out)
 
-        of_weight = write_gradient((weight,), product)[0] if ctx.needs_input_grad[1] else None
-        return scale_into(dx, scale, torch.empty_like(dx)), of_weight, None, None
+        weight_gradient = write_gradient((weight,), compute_gradient)[0] if ctx.needs_input_grad[1] else None
+        return scale_into(dx, loss_gradient, torch.empty_like(dx)), weight_gradient, None, None

@@ -1,4 +1,4 @@
-"""loss.py's kernel: a program takes one row of logits; its second reading is out of the cache."""
+"""Cross entropy kernels: one program per token; its second read of the logits hits the cache."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 from echelon.kernels.layers.cross_entropy import IGNORE_INDEX
 
 BLOCK = 8192
-"""logits at a time"""
+"""logits that a program loads at a time"""
 SCALE_BLOCK = 2048
-"""elements of a program that multiplies"""
+"""elements that a program of `scale_into` processes"""
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def _loss_and_gradient(
                 column = start + tl.arange(0, BLOCK)
                 tl.store(logits_ptr + column, tl.zeros((BLOCK,), logits_ptr.dtype.element_ty), mask=column < WIDTH)
         return
-    # The largest so far, and in each lane the sum of exponentials relative to it.
+    # The running maximum, and in each lane the sum of exponentials relative to it.
     peak = float("-inf")
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, WIDTH, BLOCK):
@@ -38,16 +38,16 @@ def _loss_and_gradient(
         x = tl.load(logits_ptr + column, mask=column < WIDTH, other=float("-inf"), eviction_policy="evict_last")
         wide = x.to(tl.float32)
         higher = tl.maximum(peak, tl.max(wide, axis=0))
-        shift = tl.where(higher == float("-inf"), 0.0, higher)  # so far there was no logit above minus infinity
+        shift = tl.where(higher == float("-inf"), 0.0, higher)  # all logits so far are -inf
         total = total * tl.exp(peak - shift) + tl.exp(wide - shift)
         peak = higher
-    whole = tl.sum(total, axis=0)
-    # A target that is no token has no logit: its loss is not a number, and the step is left out.
-    found = tl.load(logits_ptr + target, mask=(target >= 0) & (target < WIDTH), other=float("nan"))
-    tl.store(losses_ptr + row, tl.log(whole) - (found.to(tl.float32) - peak))
+    denominator = tl.sum(total, axis=0)
+    # A target outside the vocabulary has no logit: its loss is NaN, and the step is skipped.
+    target_logit = tl.load(logits_ptr + target, mask=(target >= 0) & (target < WIDTH), other=float("nan"))
+    tl.store(losses_ptr + row, tl.log(denominator) - (target_logit.to(tl.float32) - peak))
     if BACKWARD:
         tl.debug_barrier()  # the target's logit is read before it is overwritten
-        share = 1.0 / whole
+        share = 1.0 / denominator
         for start in range(0, WIDTH, BLOCK):
             column = start + tl.arange(0, BLOCK)
             mask = column < WIDTH
@@ -69,14 +69,14 @@ def _loss_scaled(x_ptr, scale_ptr, out_ptr, size, BLOCK: tl.constexpr):
 
 
 def scale_into(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-    """x times a number, rounded once to the type of `out`; torch's own reads and writes one by one across types."""
+    """Write x times a scalar to `out`, rounded once to its dtype; torch's mixed-dtype mul is not vectorised."""
     grid = (triton.cdiv(x.numel(), SCALE_BLOCK),)
     _loss_scaled[grid](x, scale, out, x.numel(), BLOCK=SCALE_BLOCK, num_warps=4)
     return out
 
 
 def cross_entropy_rows(logits: Tensor, targets: Tensor, backward: bool) -> Tensor:
-    """The cross entropy of each row; with `backward` its gradient takes the logits' place."""
+    """Return the cross entropy of each row; with `backward` overwrite the logits with its gradient."""
     out = logits.new_empty(len(logits), dtype=torch.float32)
     _loss_and_gradient[(len(logits),)](
         logits, targets, out, logits.stride(0),

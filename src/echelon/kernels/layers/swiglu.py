@@ -1,4 +1,4 @@
-"""silu(gate) * up: of two tensors, or of the two halves of each row of one product's output."""
+"""SwiGLU, silu(gate) * up: of two tensors, or of the two halves of each row of one GEMM's output."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from echelon.kernels.tensor_metadata import TensorMetadata
 
 
 def silu_mul(gate: Tensor, up: Tensor, *, recompute: bool = False) -> Tensor:
-    """Plain. With `remake`, backward keeps gate and up, and makes the output again."""
+    """Compute silu(gate) * up in plain torch. With `recompute`, backward recomputes it from gate and up."""
     if not recompute:
         return F.silu(gate) * up
     out: Tensor = _SiluMul.apply(gate, up)
-    kept_gate, kept_up = gate.detach(), up.detach()
-    return tensor_metadata.attach(out, TensorMetadata(recompute=lambda _gradient: F.silu(kept_gate) * kept_up))
+    saved_gate, saved_up = gate.detach(), up.detach()
+    return tensor_metadata.attach(out, TensorMetadata(recompute=lambda _gradient: F.silu(saved_gate) * saved_up))
 
 
 class _SiluMul(Function):
-    """The product that autograd would make, but for the silu(gate) that it would keep."""
+    """silu(gate) * up without saving silu(gate), which autograd would."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -41,14 +41,14 @@ class _SiluMul(Function):
 
 
 def swiglu(gate_up: Tensor, *, recompute: bool = False) -> Tensor:
-    """[..., 2 f] to [..., f]. With `remake`, backward makes the output again instead of keeping it."""
+    """SwiGLU of [..., 2 f], giving [..., f]. With `recompute`, backward recomputes the output instead of saving it."""
     if not dispatch.use_triton(gate_up):
         gate, up = gate_up.chunk(2, dim=-1)
         return silu_mul(gate, up, recompute=recompute)
-    out, largest = _SwiGLU.apply(gate_up)
+    out, amax = _SwiGLU.apply(gate_up)
     return tensor_metadata.attach(
         out,
-        TensorMetadata(row_amax=largest, recompute=partial(_recompute_swiglu, gate_up.detach()) if recompute else None),
+        TensorMetadata(row_amax=amax, recompute=partial(_recompute_swiglu, gate_up.detach()) if recompute else None),
     )
 
 
@@ -57,10 +57,10 @@ def _recompute_swiglu(gate_up: Tensor, gradient: Tensor | None) -> Tensor:
 
     if gradient is None:
         return swiglu_triton.forward(gate_up)[0]
-    # One reading of both halves gives the output and what backward would come to.
-    behind, largest, out = swiglu_triton.backward(gradient, gate_up, output=True)
+    # One read of gate and up gives the output and the input gradient.
+    input_gradient, amax, out = swiglu_triton.backward(gradient, gate_up, output=True)
     tensor_metadata.attach(
-        gradient, TensorMetadata(input_gradient=tensor_metadata.attach(behind, TensorMetadata(row_amax=largest)))
+        gradient, TensorMetadata(input_gradient=tensor_metadata.attach(input_gradient, TensorMetadata(row_amax=amax)))
     )
     return out
 
@@ -71,17 +71,17 @@ class _SwiGLU(Function):
         from echelon.kernels.layers import swiglu_triton
 
         ctx.save_for_backward(both)
-        out, largest = swiglu_triton.forward(both)
-        ctx.mark_non_differentiable(largest)
-        return out, largest
+        out, amax = swiglu_triton.forward(both)
+        ctx.mark_non_differentiable(amax)
+        return out, amax
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         from echelon.kernels.layers import swiglu_triton
 
-        behind = tensor_metadata.read(gradients[0]).input_gradient
-        if behind is not None:
-            return behind
-        dboth, largest, _ = swiglu_triton.backward(gradients[0], *ctx.saved_tensors)
-        return tensor_metadata.attach(dboth, TensorMetadata(row_amax=largest))
+        input_gradient = tensor_metadata.read(gradients[0]).input_gradient
+        if input_gradient is not None:
+            return input_gradient
+        dboth, amax, _ = swiglu_triton.backward(gradients[0], *ctx.saved_tensors)
+        return tensor_metadata.attach(dboth, TensorMetadata(row_amax=amax))

@@ -1,4 +1,4 @@
-"""swiglu.py's kernels: a program takes a row, piece by piece."""
+"""SwiGLU kernels: a program processes one row, block by block."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 2048
-"""elements of a row at a time"""
+"""elements of a row that a program loads at a time"""
 WARPS = 8
 
 
 @triton.jit
-def _swiglu_forward(both_ptr, out_ptr, largest_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_forward(both_ptr, out_ptr, amax_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    largest = tl.zeros((BLOCK,), dtype=tl.float32)
+    amax = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, WIDTH, BLOCK):
         column = start + tl.arange(0, BLOCK)
         mask = column < WIDTH
@@ -25,16 +25,16 @@ def _swiglu_forward(both_ptr, out_ptr, largest_ptr, WIDTH: tl.constexpr, BLOCK: 
         silu = (gate / (1.0 + tl.exp(-gate))).to(out_ptr.dtype.element_ty).to(tl.float32)
         out = (silu * up).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + row * WIDTH + column, out, mask=mask)
-        largest = tl.maximum(largest, tl.abs(out.to(tl.float32)))
-    tl.store(largest_ptr + row, tl.max(largest, axis=0))
+        amax = tl.maximum(amax, tl.abs(out.to(tl.float32)))
+    tl.store(amax_ptr + row, tl.max(amax, axis=0))
 
 
 @triton.jit
 def _swiglu_backward(
-    dout_ptr, both_ptr, dboth_ptr, out_ptr, largest_ptr, WIDTH: tl.constexpr, OUTPUT: tl.constexpr, BLOCK: tl.constexpr
+    dout_ptr, both_ptr, dboth_ptr, out_ptr, amax_ptr, WIDTH: tl.constexpr, OUTPUT: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
-    largest = tl.zeros((BLOCK,), dtype=tl.float32)
+    amax = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, WIDTH, BLOCK):
         column = start + tl.arange(0, BLOCK)
         mask = column < WIDTH
@@ -51,27 +51,25 @@ def _swiglu_backward(
         if OUTPUT:
             rounded = silu.to(out_ptr.dtype.element_ty).to(tl.float32)
             tl.store(out_ptr + row * WIDTH + column, (rounded * up).to(out_ptr.dtype.element_ty), mask=mask)
-        largest = tl.maximum(largest, tl.maximum(tl.abs(dup.to(tl.float32)), tl.abs(dgate.to(tl.float32))))
-    tl.store(largest_ptr + row, tl.max(largest, axis=0))
+        amax = tl.maximum(amax, tl.maximum(tl.abs(dup.to(tl.float32)), tl.abs(dgate.to(tl.float32))))
+    tl.store(amax_ptr + row, tl.max(amax, axis=0))
 
 
 def forward(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """(silu(gate) * up, largest of each row)"""
+    """Return (silu(gate) * up, absolute maximum of each row)."""
     gate_up = gate_up.contiguous()
     width, rows = gate_up.shape[-1] // 2, gate_up.numel() // gate_up.shape[-1]
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
-    largest = gate_up.new_empty(rows, dtype=torch.float32)
-    _swiglu_forward[(rows,)](gate_up, out, largest, WIDTH=width, BLOCK=BLOCK, num_warps=WARPS)
-    return out, largest
+    amax = gate_up.new_empty(rows, dtype=torch.float32)
+    _swiglu_forward[(rows,)](gate_up, out, amax, WIDTH=width, BLOCK=BLOCK, num_warps=WARPS)
+    return out, amax
 
 
 def backward(dout: Tensor, gate_up: Tensor, *, output: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """(gradient of both halves, largest of each of its rows, with `output` what forward gave)"""
+    """Return (gradient of gate_up, absolute maximum of each of its rows, and with `output` the forward output)."""
     dout, gate_up = dout.contiguous(), gate_up.contiguous()
     width, rows = gate_up.shape[-1] // 2, gate_up.numel() // gate_up.shape[-1]
-    dboth, largest = torch.empty_like(gate_up), gate_up.new_empty(rows, dtype=torch.float32)
+    dboth, amax = torch.empty_like(gate_up), gate_up.new_empty(rows, dtype=torch.float32)
     out = torch.empty_like(dout) if output else dout
-    _swiglu_backward[(rows,)](
-        dout, gate_up, dboth, out, largest, WIDTH=width, OUTPUT=output, BLOCK=BLOCK, num_warps=WARPS
-    )
-    return dboth, largest, out
+    _swiglu_backward[(rows,)](dout, gate_up, dboth, out, amax, WIDTH=width, OUTPUT=output, BLOCK=BLOCK, num_warps=WARPS)
+    return dboth, amax, out

@@ -1,4 +1,4 @@
-"""optim/rules/ema.py's kernel: a program takes a block of elements."""
+"""Kernel of the exponential moving average of weights: a program processes a block of elements."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from echelon.kernels.optim.weight_formats_triton import BLOCK, WARPS, element_of
 
 
 @triton.jit
-def _average(average_ptr, high_ptr, low_ptr, live_ptr, size, rest, BLOCK: tl.constexpr):
-    if tl.load(live_ptr) == 0:
+def _average(average_ptr, high_ptr, low_ptr, do_update_ptr, size, rest, BLOCK: tl.constexpr):
+    if tl.load(do_update_ptr) == 0:
         return
-    at, inside = element_offsets(size, BLOCK)
-    average = tl.load(average_ptr + at, mask=inside, other=0.0)
-    w = load_weights(high_ptr, low_ptr, at, inside)
-    tl.store(average_ptr + at, average + (w - average) * rest, mask=inside)
+    at, mask = element_offsets(size, BLOCK)
+    average = tl.load(average_ptr + at, mask=mask, other=0.0)
+    w = load_weights(high_ptr, low_ptr, at, mask)
+    tl.store(average_ptr + at, average + (w - average) * rest, mask=mask)
 
 
 def update_ema(ema: Tensor, high: Tensor, low: Tensor | None, do_update: Tensor, weight: float) -> None:
-    """The average goes a part of the way, `rest`, to the weights, where `live` is true."""
+    """Move the average towards the weights by `weight` of the difference, where `do_update` is true."""
     _average[(triton.cdiv(len(high), BLOCK),)](
         ema,
         view_as_int16(high),

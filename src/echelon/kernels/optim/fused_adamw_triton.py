@@ -1,4 +1,4 @@
-"""adamw.py's kernel: a program takes a block of elements."""
+"""Fused AdamW kernel: a program processes a block of elements. `constants` are those of fused_adamw.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from echelon.kernels.optim.fused_adamw import ElementIndices
+from echelon.kernels.optim.stochastic_round import ElementIndices
 from echelon.kernels.optim.weight_formats_triton import (
     BLOCK,
     WARPS,
@@ -22,31 +22,31 @@ from echelon.kernels.optim.weight_formats_triton import (
 
 
 @triton.jit
-def adamw_step(w, mean, square, gradient, shrink, numbers_ptr):
-    """(weights, mean, square) after the step"""
-    g = gradient * tl.load(numbers_ptr + 8)
-    m = mean * tl.load(numbers_ptr + 0) + g * tl.load(numbers_ptr + 1)
-    v = square * tl.load(numbers_ptr + 2) + g * g * tl.load(numbers_ptr + 3)
-    below = tl.sqrt_rn(v) * tl.load(numbers_ptr + 6) + tl.load(numbers_ptr + 4)
-    return w * shrink - tl.div_rn(m * tl.load(numbers_ptr + 5), below), m, v
+def adamw_step(w, exp_avg, exp_avg_sq, gradient, decay_factor, constants_ptr):
+    """Return (weights, exp_avg, exp_avg_sq) after the step."""
+    g = gradient * tl.load(constants_ptr + 8)
+    m = exp_avg * tl.load(constants_ptr + 0) + g * tl.load(constants_ptr + 1)
+    v = exp_avg_sq * tl.load(constants_ptr + 2) + g * g * tl.load(constants_ptr + 3)
+    denominator = tl.sqrt_rn(v) * tl.load(constants_ptr + 6) + tl.load(constants_ptr + 4)
+    return w * decay_factor - tl.div_rn(m * tl.load(constants_ptr + 5), denominator), m, v
 
 
-@triton.jit(do_not_specialize=["decayed"])
+@triton.jit(do_not_specialize=["num_decayed"])
 def _adamw(
-    high_ptr, low_ptr, mean_ptr, square_ptr, gradient_ptr, numbers_ptr, step_ptr, place_ptr, size, decayed,
-    BLOCK: tl.constexpr,
+    high_ptr, low_ptr, exp_avg_ptr, exp_avg_sq_ptr, gradient_ptr, constants_ptr, step_ptr, indices_ptr,
+    size, num_decayed, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    if tl.load(numbers_ptr + 9) == 0:
+    if tl.load(constants_ptr + 9) == 0:
         return
-    at, inside = element_offsets(size, BLOCK)
-    w = load_weights(high_ptr, low_ptr, at, inside)
-    mean, square = load_fp32(mean_ptr, at, inside), load_fp32(square_ptr, at, inside)
-    shrink = tl.where(at < decayed, tl.load(numbers_ptr + 7), 1.0)
-    w, m, v = adamw_step(w, mean, square, load_fp32(gradient_ptr, at, inside), shrink, numbers_ptr)
-    chance = random_bits(at, step_ptr, place_ptr)
-    store_weights(high_ptr, low_ptr, at, inside, w, chance)
-    store_rounded(mean_ptr, at, inside, m, chance, 0)
-    store_rounded(square_ptr, at, inside, v, chance, 16)
+    at, mask = element_offsets(size, BLOCK)
+    w = load_weights(high_ptr, low_ptr, at, mask)
+    exp_avg, exp_avg_sq = load_fp32(exp_avg_ptr, at, mask), load_fp32(exp_avg_sq_ptr, at, mask)
+    decay_factor = tl.where(at < num_decayed, tl.load(constants_ptr + 7), 1.0)
+    w, m, v = adamw_step(w, exp_avg, exp_avg_sq, load_fp32(gradient_ptr, at, mask), decay_factor, constants_ptr)
+    bits = random_bits(at, step_ptr, indices_ptr)
+    store_weights(high_ptr, low_ptr, at, mask, w, bits)
+    store_rounded(exp_avg_ptr, at, mask, m, bits, 0)
+    store_rounded(exp_avg_sq_ptr, at, mask, v, bits, 16)
 
 
 def update(
@@ -61,9 +61,10 @@ def update(
     num_decayed: int,
     indices: ElementIndices,
 ) -> None:
-    """As in adamw.py, for arithmetic in float32."""
-    where = rounding_indices(high, exp_avg, low=low, indices=indices)
+    """Update as `fused_adamw.update`, with float32 arithmetic."""
+    rounding = rounding_indices(high, exp_avg, low=low, indices=indices)
     _adamw[(triton.cdiv(len(high), BLOCK),)](
-        view_as_int16(high), low, view_as_int16(exp_avg), view_as_int16(exp_avg_sq), view_as_int16(gradient), constants, step, where, len(high), num_decayed,
+        *(view_as_int16(high), low, view_as_int16(exp_avg), view_as_int16(exp_avg_sq), view_as_int16(gradient)),
+        constants, step, rounding, len(high), num_decayed,
         BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""optim/rules/sgd.py's kernel: a program takes a block of elements."""
+"""SGD kernel: a program processes a block of elements."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from echelon.kernels.optim.fused_adamw import ElementIndices
+from echelon.kernels.optim.stochastic_round import ElementIndices
 from echelon.kernels.optim.weight_formats_triton import (
     BLOCK,
     WARPS,
@@ -20,21 +20,21 @@ from echelon.kernels.optim.weight_formats_triton import (
 )
 
 
-@triton.jit(do_not_specialize=["decayed"])
+@triton.jit(do_not_specialize=["num_decayed"])
 def _sgd(
-    high_ptr, low_ptr, moment_ptr, gradient_ptr, scale_ptr, live_ptr, step_ptr, place_ptr, size, decayed,
+    high_ptr, low_ptr, momentum_ptr, gradient_ptr, scale_ptr, do_update_ptr, step_ptr, indices_ptr, size, num_decayed,
     lr, decay, momentum, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    if tl.load(live_ptr) == 0:
+    if tl.load(do_update_ptr) == 0:
         return
-    at, inside = element_offsets(size, BLOCK)
-    w = load_weights(high_ptr, low_ptr, at, inside)
-    towards = load_fp32(gradient_ptr, at, inside) * tl.load(scale_ptr).to(tl.float32)
-    towards = towards + w * tl.where(at < decayed, decay, 0.0)
-    if moment_ptr is not None:
-        towards = towards + tl.load(moment_ptr + at, mask=inside, other=0.0) * momentum
-        tl.store(moment_ptr + at, towards, mask=inside)
-    store_weights(high_ptr, low_ptr, at, inside, w - towards * lr, random_bits(at, step_ptr, place_ptr))
+    at, mask = element_offsets(size, BLOCK)
+    w = load_weights(high_ptr, low_ptr, at, mask)
+    direction = load_fp32(gradient_ptr, at, mask) * tl.load(scale_ptr).to(tl.float32)
+    direction = direction + w * tl.where(at < num_decayed, decay, 0.0)
+    if momentum_ptr is not None:
+        direction = direction + tl.load(momentum_ptr + at, mask=mask, other=0.0) * momentum
+        tl.store(momentum_ptr + at, direction, mask=mask)
+    store_weights(high_ptr, low_ptr, at, mask, w - direction * lr, random_bits(at, step_ptr, indices_ptr))
 
 
 def update(
@@ -52,9 +52,10 @@ def update(
     momentum: float,
     indices: ElementIndices,
 ) -> None:
-    """As lion_gpu.py's."""
+    """Update as `lion_triton.update`."""
     _sgd[(triton.cdiv(len(high), BLOCK),)](
-        view_as_int16(high), low, momentum_buffer, view_as_int16(gradient), grad_scale, do_update, step, rounding_indices(high, low=low, indices=indices),
+        *(view_as_int16(high), low, momentum_buffer, view_as_int16(gradient), grad_scale, do_update, step),
+        rounding_indices(high, low=low, indices=indices),
         len(high), num_decayed, lr, weight_decay, momentum,
         BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -1,11 +1,11 @@
-"""A float32 in two halves: the nearest bfloat16, and what is left of its bits.
+"""Master weights in two halves: float32 as the nearest bfloat16, and the rest of its bits.
 
     bits of the float32 = (bits of the bfloat16 << 16) + low,    low from -32768 to 32767
 
-The upper half is (bits + 0x8000) >> 16: rounded to the nearest, and a tie away from zero, where a cast takes the even
-neighbour. Every value comes back bit for bit, infinities and both zeros too. What the upper half shows differs from the
-value in two cases: from 3.396e38 on it is infinite, as it is after a cast, while the value stays what it was; and every
-NaN becomes the quiet one, because the bits of another may round to a zero, and nobody would see it.
+The upper half is (bits + 0x8000) >> 16: rounded to nearest, with ties away from zero where a cast rounds to even. Every
+value is restored bit for bit, infinities and both zeros too. The upper half differs from the value in two cases: from
+3.396e38 on it is infinite, as after a cast, while both halves restore the value; and every NaN becomes the quiet one,
+since the bits of another NaN may round to a zero.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ QUIET_NAN = 0x7FC00000
 
 
 def join_halves(high: Tensor, low: Tensor) -> Tensor:
-    """The float32 values of bfloat16 and int16 halves."""
+    """Return the float32 values of bfloat16 and int16 halves."""
     if dispatch.use_triton_update(high.device):
         from echelon.kernels.optim import split_fp32_triton
 
@@ -28,7 +28,7 @@ def join_halves(high: Tensor, low: Tensor) -> Tensor:
 
 
 def split_halves(values: Tensor, high: Tensor, low: Tensor) -> None:
-    """The inverse: writes both halves of float32 values."""
+    """Write both halves of float32 values; the inverse of `join_halves`."""
     if dispatch.use_triton_update(high.device):
         from echelon.kernels.optim import split_fp32_triton
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from echelon.kernels import dispatch
 from echelon.kernels.optim import fused_adamw
-from echelon.kernels.optim.fused_adamw import DO_UPDATE, ElementIndices
+from echelon.kernels.optim.fused_adamw import DO_UPDATE
+from echelon.kernels.optim.stochastic_round import ElementIndices, random_bits
 from echelon.kernels.optim.split_fp32 import join_halves
 from echelon.layout.collective import Collective
 from echelon.optim.blockwise_quantization import BlockQuantizedState
@@ -146,7 +147,7 @@ def _update_chunk(
         before, exp_avg.read(part, dtype), exp_avg_sq.read(part, dtype), gradient, constants
     )
     rounded = low is None and high.dtype != dtype
-    bits = fused_adamw.random_bits(len(high), indices, step) if rounded else None
+    bits = random_bits(len(high), indices, step) if rounded else None
     fused_adamw.write_weights(high, low, torch.where(live, w, before), bits)
     exp_avg.write(part, m, live)
     exp_avg_sq.write(part, v, live)

@@ -19,7 +19,7 @@ class RowLinear(nn.Module):
     """A linear whose inputs are sharded over tp: each rank's GEMM gives a partial sum."""
 
     bias: nn.Parameter | None
-    arithmetic: LinearGemms = PLAIN_GEMMS
+    gemms: LinearGemms = PLAIN_GEMMS
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, boundary: RegionBoundary):
         super().__init__()
@@ -27,7 +27,7 @@ class RowLinear(nn.Module):
         self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.boundary.leave(fused_linear(x, (self.weight,), (None,), self.arithmetic))
+        y = self.boundary.leave(fused_linear(x, (self.weight,), (None,), self.gemms))
         return y if self.bias is None else y + self.bias  # after the reduction: the bias is added once
 
 
