@@ -68,7 +68,7 @@ def main() -> None:
     compiled(swiglu_triton._swiglu_forward, 8, {"WIDTH": 8192, **block})
     compiled(cross_entropy_triton._loss_scaled, 4, block, x_ptr="*fp32")
     heads = {"HEADS": 32, "HALF": 64, "HEAD_BLOCK": 32, "HALF_BLOCK": 64}
-    compiled(rope_triton._rope_forward, 4, {**heads, "ALL": 48})
+    compiled(rope_triton._rope_forward, 4, {**heads, "ALL_HEADS": 48})
     compiled(rope_triton._rope_backward, 4, {**heads, "KV": 8, "KV_BLOCK": 8})
     tile = {"HEADS": 32, "WIDTH": 128, "TOKENS": 4, "HEAD_BLOCK": 8, "BLOCK": 128}
     rows, lse = ("i64",) * 3, ("*fp32", ("i64",) * 2)
@@ -92,7 +92,7 @@ def main() -> None:
     compiled(fp8_cast_triton._cast_largest_of_columns, 4, {"EACH": 64, "WIDTH": 1024}, parts_ptr="*fp32")
     for dtype, name in (("*fp8e4nv", "e4m3x2"), ("*fp8e5", "e5m2x2")):
         for one in (True, False):
-            tile = {"PLAIN": True, "TURNED": True, "ONE_BY_ROW": one, "ONE_BY_COLUMN": one}
+            tile = {"PLAIN": True, "TRANSPOSED": True, "PER_ROW": one, "PER_COLUMN": one}
             tile |= {"TILE_ROWS": 64, "TILE_COLUMNS": 128}
             ptx = compiled(fp8_cast_triton._cast_tile, 8, tile, plain_ptr=dtype, turned_ptr=dtype)
             # The GPU's own instruction, which leaves what is not a number as it is.

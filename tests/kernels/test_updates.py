@@ -18,8 +18,8 @@ from echelon.kernels.optim import fused_adamw
 from echelon.kernels.optim.split_fp32 import join_halves, split_halves
 from echelon.kernels.optim.stochastic_round import ElementIndices
 from echelon.optim.blockwise_quantization import BlockQuantizedState, code_boundaries
+from echelon.optim.flat_segments import build_flat_segments
 from echelon.optim.optimizer_factory import build_optimizer
-from echelon.optim.param_shards import build_flat_segments
 from echelon.optim.rules import adamw_int8
 from echelon.optim.rules.ema import WeightEMA
 from echelon.optim.rules.sgd import FusedSGD

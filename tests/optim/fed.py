@@ -15,9 +15,9 @@ from echelon import models
 from echelon.config.sections import OptimizerConfig
 from echelon.models.model_config import ModelConfig
 from echelon.optim import cost
+from echelon.optim.flat_segments import build_flat_segments
 from echelon.optim.optimizer_factory import build_optimizer
 from echelon.optim.optimizer_protocol import ShardedOptimizer
-from echelon.optim.param_shards import build_flat_segments
 from echelon.optim.rules.ema import WeightEMA
 from echelon.parallel.parallel_model import ParallelModel
 from echelon.parallel.parallel_options import ParallelOptions

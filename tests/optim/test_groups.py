@@ -35,11 +35,11 @@ def test_the_last_that_matches_is_right_about_what_it_says() -> None:
     [
         ("embed*", "is not a group of parameters"),
         ("embed*:", "is not a group of parameters"),
-        ("embed*:rate=1", "has no such setting (rate)"),
+        ("embed*:rate=1", "has an unknown setting (rate)"),
         ("embed*:lr=fast", "is not a number (lr=fast)"),
         ("embed*:lr=-1", "is out of range (lr=-1)"),
         ("embed*:lr=nan", "is out of range (lr=nan)"),
-        ("embed*:lr=1,lr=2", "says twice (lr)"),
+        ("embed*:lr=1,lr=2", "repeats a setting (lr)"),
     ],
 )
 def test_what_is_no_group_is_refused_before_a_run(text: str, why: str) -> None:

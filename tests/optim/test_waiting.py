@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon import models
 from echelon.config.sections import OptimizerConfig
+from echelon.optim.flat_segments import build_flat_segments
 from echelon.optim.optimizer_factory import build_optimizer
-from echelon.optim.param_shards import build_flat_segments
 from echelon.optim.rules.ema import WeightEMA
 from echelon.parallel.parallel_options import ParallelOptions
 from echelon.training.engine import Engine

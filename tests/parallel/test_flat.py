@@ -17,7 +17,7 @@ from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 from echelon.layout.placement import Piece
 from echelon.models import model_config
-from echelon.optim.param_shards import build_flat_segments
+from echelon.optim.flat_segments import build_flat_segments
 from echelon.optim.update_rule import resolve_betas
 from echelon.training.engine import Engine, ParallelOptions
 from echelon.verification.verify_case import VerifyCase

@@ -13,7 +13,7 @@ from echelon.config.sections import OptimizerConfig
 from echelon.layout import Layout
 from echelon.memory.offload.cost import HOST_UPDATE_BYTES_PER_S, LOW_PRECISION_STATE_SECONDS
 from echelon.optim import cost
-from echelon.optim.named_rule import DefaultRule
+from echelon.optim.update_rule import DefaultRule
 from echelon.planning.cluster import cluster
 from echelon.planning.cluster.device_kinds import GIB
 from echelon.planning.memory_options import MemoryOptions

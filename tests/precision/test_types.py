@@ -75,7 +75,7 @@ def test_settings_become_a_loss_scale(settings, scale):
         (("precision.scale_every=5",), "has no effect with precision.loss_scale=auto"),
         (("dtype=float16", "layout=pp=2,accumulate=2,schedule=2bw"), "stages that cannot agree on a scale"),
         (("dtype=float16", "precision.compute=fp8"), "needs dtype=bfloat16"),
-        (("dtype=bfloat16", "precision.master=none", "layout=offload=optimizer"), "saves nothing on the device"),
+        (("dtype=bfloat16", "precision.master=none", "layout=offload=optimizer"), "keeps master weights on the host"),
     ],
 )
 def test_what_does_not_go_together_is_refused(settings, words):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from echelon.config.schema import OnlyWith, Range
-from echelon.optim.optimizer_groups import ADAMW_PATTERNS
+from echelon.optim.update_rule import ADAMW_PATTERNS
 
 ABOVE_ZERO = Range(low=0, low_open=True)
 AT_LEAST_0 = Range(low=0)

@@ -1,14 +1,15 @@
-"""Update rules on sharded parameters: one optimizer, one file.
+"""Optimizers on sharded parameters: one optimizer, one file in rules/.
 
-rule.py        what an update rule is made from; groups.py: which parameters have a rate and a decay of their own
-choose.py      from a rule to the update of a rank's shards; cost.py what it holds, without torch
-update.py      what an engine asks of one; rounding.py: weights without a master copy
-held.py        a parameter as a rank holds it; matrices.py its rows and columns; shared.py numbers ranks add up
+update_rule           hyperparameters; optimizer_groups: learning rate and weight decay by parameter name
+optimizer_factory     builds a rank's optimizer from a rule; cost: its bytes, without torch
+optimizer_protocol    what the engine asks of an optimizer; optimizer_state: its states by name, for checkpoints
+param_shards          a parameter as a rank holds it; matrix_shards: its rows and columns; flat_segments: joined shards
+reduced_stats         row, column and norm statistics, all-reduced together
+stochastic_rounding   bfloat16 weights without master weights; blockwise_quantization: int8 moments
+torch_rules           torch's own AdamW and SGD; torch_optimizer: these on a CPU's shards
+host_optimizer        updates on the host beside the device's work; offload_support: which rules it supports
 
-adamw.py  adamw8.py  sgd.py  lion.py       element by element: nothing but the shard at hand
-adafactor.py  sm3.py  lamb.py              numbers of whole matrices, in one or two small messages a step
-muon.py                                    whole matrices, each gathered once, by the rank that works on it
-with_torch.py                              AdamW and SGD by torch's fused kernels, on a CPU
-average.py                                 a moving average of the weights
-on_host.py                                 the update on the host, beside the device's work; hosted.py which rules may
+rules/adamw  adamw_int8  sgd  lion  ema     elementwise: need nothing but the local shard
+rules/adafactor  sm3  lamb                  statistics of full matrices, in one or two small all-reduces per step
+rules/muon                                  full matrices, each gathered once by the rank that owns it
 """

@@ -1,16 +1,16 @@
-"""What an optimizer holds, in bytes. No torch: plans ask this too.
+"""Bytes of optimizer states and of their updates. No torch: plans use this too.
 
-    rule                    for each element             for each matrix [n, m]        vectors
-    adamw                   8, 4 (bf16), 2.03 (8 bits)   -                             8, 4, 8
+    rule                    per element                  per matrix [n, m]             vectors
+    adamw                   8, 4 (bf16), 2.03 (int8)     -                             8, 4, 8
     sgd                     0, or 4 with momentum        -                             the same
     lion                    4                            -                             4
     lamb                    8                            -                             8
     adafactor               0, or 4 with momentum        4 (n + m)                     4 more
     sm3                     0, or 4 with momentum        4 (n + m)                     4 more
-    muon                    4; 8 what AdamW updates      -                             8
+    muon                    4; 8 where AdamW updates     -                             8
 
-with master values of 4 bytes or none (moments are at least of float32). Numbers of rows and columns are on every rank
-that may hold a part of the matrix.
+with master weights of 4 bytes or none (moments are at least float32). Row and column statistics are on every rank that
+may hold a part of the matrix.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from echelon.optim.optimizer_groups import is_muon_matrix
 from echelon.optim.update_rule import UpdateRule, resolve_momentum
 
 QUANTIZATION_BLOCK = 256
-"""elements that share a scale in 8 bits"""
+"""elements that share a scale in int8"""
 NEWTON_SCHULZ_STEPS = 5
 """iterations with which Muon orthogonalizes a matrix"""
 MIN_QUANTIZED_NUMEL = 4096
-"""elements that a parameter must have to be kept in 8 bits"""
+"""elements from which a parameter has int8 states"""
 
 
 def state_bytes(rule: UpdateRule, shape: Sequence[int], *, name: str = "", master_bytes: int = 4) -> int:
-    """Of a whole parameter on one device."""
+    """Return the state bytes of a full parameter on one device."""
     entry = LogicalParam(name=name, names=(name,), shape=tuple(shape))
     size = math.prod(shape)
     return _element_state_bytes(rule, entry, size, master_bytes) + _num_row_column_stats(rule, entry) * max(
@@ -41,19 +41,19 @@ def state_bytes(rule: UpdateRule, shape: Sequence[int], *, name: str = "", maste
 
 
 def rank_state_bytes(
-    rule: UpdateRule, placement: Placement, *, master_bytes: int = 4, units: Container[str] | None = None
+    rule: UpdateRule, placement: Placement, *, master_bytes: int = 4, param_groups: Container[str] | None = None
 ) -> int:
-    """Of everything that a rank holds, or of some units; counts of steps, 8 bytes each, are left out."""
+    """Return the state bytes of a rank, or of some parameter groups, without step counts (8 bytes each)."""
     total = 0
     for piece in placement.pieces():
-        if piece.param.trainable and (units is None or piece.group_name in units):
+        if piece.param.trainable and (param_groups is None or piece.group_name in param_groups):
             total += _element_state_bytes(rule, piece.param, piece.stop - piece.start, master_bytes)
             total += _num_row_column_stats(rule, piece.param) * max(master_bytes, 4)
     return total
 
 
 def state_bytes_per_element(rule: UpdateRule, master_bytes: int = 4) -> float:
-    """Of one element of a large matrix inside a model, without what is held for rows and columns."""
+    """Return the state bytes per element of a large matrix, without row and column statistics."""
     count = 1 << 20
     return (
         _element_state_bytes(rule, LogicalParam(name="", names=("",), shape=(1 << 10, 1 << 10)), count, master_bytes)
@@ -62,17 +62,16 @@ def state_bytes_per_element(rule: UpdateRule, master_bytes: int = 4) -> float:
 
 
 MATRIX_RULE_TRAFFIC = {"lamb": 38, "adafactor": 74, "sm3": 22, "muon": 37}
-"""elements of 4 bytes, of each of a parameter, that are read and written in the time that the update of a rule takes
-which looks at matrices one by one: as measured on an H200 (bench/optimizers.py), but for Muon, whose products are
-counted apart"""
+"""4-byte values per element that memory moves in the time of the update, as measured on an H200 (bench/optimizers.py);
+Muon's GEMMs are counted apart"""
 INT8_TRAFFIC_BYTES = 43
-"""bytes, the same, of AdamW with moments in 8 bits: its kernel looks for their codes, and memory waits"""
+"""bytes, likewise, of AdamW with int8 moments, whose kernel is bound by the code search"""
 EMA_TRAFFIC_BYTES = 12
 """bytes that a moving average of the weights adds"""
 
 
 def update_traffic_bytes(rule: UpdateRule, *, master_bytes: int = 4, gradient_bytes: int = 4) -> float:
-    """That the update of an element reads and writes on a GPU; its gradient is read once more, for the norm."""
+    """Return the bytes that the update of an element moves on a GPU; the norm reads its gradient once more."""
     average = EMA_TRAFFIC_BYTES if rule.ema else 0
     if rule.name == "adamw" and rule.states == "int8":
         return INT8_TRAFFIC_BYTES + gradient_bytes + average
@@ -88,30 +87,30 @@ def is_factored(rule: UpdateRule, entry: LogicalParam) -> bool:
 
 
 def has_int8_state(rule: UpdateRule, entry: LogicalParam) -> bool:
-    """Kept in 8 bits."""
+    """Return whether a parameter has int8 moments."""
     return rule.states == "int8" and math.prod(entry.shape) >= MIN_QUANTIZED_NUMEL
 
 
 def _element_state_bytes(rule: UpdateRule, entry: LogicalParam, size: int, master_bytes: int) -> int:
-    """Of numbers that belong to single elements."""
-    number_bytes = max(master_bytes, 4)
-    average = number_bytes * size if rule.ema else 0
-    return average + _moment_bytes(rule, entry, size, number_bytes)
+    """Return the bytes of elementwise states."""
+    value_bytes = max(master_bytes, 4)
+    average = value_bytes * size if rule.ema else 0
+    return average + _moment_bytes(rule, entry, size, value_bytes)
 
 
-def _moment_bytes(rule: UpdateRule, entry: LogicalParam, size: int, number_bytes: int) -> int:
+def _moment_bytes(rule: UpdateRule, entry: LogicalParam, size: int, value_bytes: int) -> int:
     if rule.name == "adamw" and has_int8_state(rule, entry):
         return 2 * (size + 4 * -(-size // QUANTIZATION_BLOCK))
     if rule.name == "adamw" and rule.states == "bfloat16":
         return 4 * size
-    kept = 1 if resolve_momentum(rule) else 0
+    num_states = 1 if resolve_momentum(rule) else 0
     if rule.name in ("adafactor", "sm3"):
-        kept += not is_factored(rule, entry)
+        num_states += not is_factored(rule, entry)
     elif rule.name == "muon":
-        kept = 1 if is_muon_matrix(rule, entry.name, entry.shape) else 2
+        num_states = 1 if is_muon_matrix(rule, entry.name, entry.shape) else 2
     else:
-        kept = {"adamw": 2, "lamb": 2, "lion": 1}.get(rule.name, kept)
-    return kept * size * number_bytes
+        num_states = {"adamw": 2, "lamb": 2, "lion": 1}.get(rule.name, num_states)
+    return num_states * size * value_bytes
 
 
 def _num_row_column_stats(rule: UpdateRule, entry: LogicalParam) -> int:

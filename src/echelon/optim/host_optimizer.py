@@ -1,18 +1,20 @@
-"""The update on the host, beside the device's work (ZeRO-Offload), and both updates as one.
+"""Optimizer on the host beside the device's work (ZeRO-Offload), and its combination with the device's optimizer.
 
 [Note: a step's update]
 
     device   ... last backward | norm | forward 0 | forward 1 | forward 2 | ...
-    host                              | update 0 | update 1 | update 2 | ...        a worker's thread (memory/offload/host_worker.py)
-    down                       | gradient 0 | 1 | 2 | ...
-    up                                          | values 0 | 1 | 2 | ...
+    host                              | update 0 | update 1 | update 2 | ...        a worker thread (host_worker.py)
+    to host                    | gradient 0 | 1 | 2 | ...
+    to device                                   | weights 0 | 1 | 2 | ...
 
-`step` only hands the work over: nobody waits for the device. The worker reads the norm's factor when the device has it,
-then takes units in the order in which the next forward needs them. While one is updated the next one's gradient comes
-down and the last one's values go up. A unit's forward waits for that unit alone (parallel/dp/offloaded_param_group.py).
+`step` only submits the work: the training thread does not wait for the device. The worker reads the norm's factor when
+the device has it, then updates parameter groups in the order in which the next forward needs them. While one is
+updated, the next one's gradient is copied to the host and the last one's weights to the device. A group's forward waits
+for that group alone (parallel/dp/offloaded_param_group.py).
 
-Gradients that lie on the device in the masters' type are multiplied by the factor there, on their way down. Shorter
-ones are made longer on the host first: what divides by a loss scale and a number of targets may be zero in their type.
+Gradients on the device in the master weights' dtype are multiplied by the factor before the copy. Shorter ones are
+converted on the host first: the factor, which divides by a loss scale and a number of targets, may underflow in their
+dtype.
 """
 
 from __future__ import annotations
@@ -41,14 +43,14 @@ TRUE = torch.ones((), dtype=torch.bool)
 
 @dataclass
 class _PendingUpdate:
-    """One unit's part in a step."""
+    """One parameter group's update in a step."""
 
     host_group: OffloadedParamGroup
     optimizer: ShardedOptimizer
     gradient: Tensor | None
-    """on the device; none where it has come already"""
+    """on the device; None where it is on the host already"""
     factor: Tensor | None
-    """what a gradient on the device is multiplied by on its way; none where the host multiplies it"""
+    """multiplies a gradient on the device before its copy; None where the host multiplies"""
     handle: JobHandle
     buffer: HostBuffer | None = None
     copy: CopyEvent | None = None
@@ -57,186 +59,186 @@ class _PendingUpdate:
 
 
 class HostOptimizer:
-    """The updates of units whose states live on the host, each by itself."""
+    """Updates parameter groups whose optimizer states are on the host, one at a time."""
 
     def __init__(
         self,
-        units: Sequence[ParamGroup],
-        make: Callable[[OffloadedParamGroup], ShardedOptimizer],
+        param_groups: Sequence[ParamGroup],
+        build: Callable[[OffloadedParamGroup], ShardedOptimizer],
         state_bytes: Callable[[OffloadedParamGroup], int],
     ):
-        """`state_bytes` is what the rule keeps of a unit."""
-        # What is whole from the start of the model is needed first, then the layers in the order of forward.
-        self._param_groups = sorted(units, key=lambda unit: not unit.spec.stays_unsharded)
-        self._host_groups = [unit.offloaded for unit in self._param_groups if unit.offloaded is not None]
+        """`build` makes a group's optimizer, and `state_bytes` returns the size of its states."""
+        # The next forward needs groups that stay unsharded first, then the layers in order.
+        self._param_groups = sorted(param_groups, key=lambda group: not group.spec.stays_unsharded)
+        self._host_groups = [group.offloaded for group in self._param_groups if group.offloaded is not None]
         self._optimizers: list[ShardedOptimizer] = []
-        for host in self._host_groups:
-            host.allocate()  # its parts are looked at, not their values
-            self._optimizers.append(make(host))
-            host.free_memory()
-            host.optimizer_states = partial(
-                _element_states, weakref.ref(self._optimizers[-1])
-            )  # or they would hold each other
+        for group in self._host_groups:
+            group.allocate()  # the optimizer views its tensors, not their values
+            self._optimizers.append(build(group))
+            group.free_memory()
+            # A weak reference: group and optimizer would keep each other alive.
+            group.optimizer_states = partial(_element_states, weakref.ref(self._optimizers[-1]))
         _reserve_disk(self._host_groups, state_bytes)
 
     @torch.no_grad()
     def step(self, lr: float, grad_scale: Tensor, do_update: Tensor) -> None:
-        due = []
-        for unit, update in zip(self._param_groups, self._optimizers, strict=True):
-            host = unit.offloaded
-            assert host is not None
-            host.update_job.wait()
-            gradient = None if host.host_grad is not None else unit.grad
-            # Made here: what the worker would give the device comes after what this thread gives it.
-            factor = grad_scale.to(host.received_dtype) if host.received_dtype == host.master_shard.dtype else None
-            due.append(_PendingUpdate(host, update, gradient, factor, JobHandle(f"the update of {host.name}")))
-        shared = due[0].host_group.host
-        told, mark = (
-            shared.link.read_async(torch.stack([grad_scale, do_update.to(grad_scale.dtype)])),
-            shared.link.record_event(),
-        )
-        for one in due:
-            one.host_group.update_turn = one.handle
-        job = shared.worker.submit("the update", lambda: _run_updates(due, lr, told, mark))
-        for one in due:
-            one.host_group.update_job = job
+        updates = []
+        for param_group, optimizer in zip(self._param_groups, self._optimizers, strict=True):
+            group = param_group.offloaded
+            assert group is not None
+            group.update_job.wait()
+            gradient = None if group.host_grad is not None else param_group.grad
+            # Cast here: what the worker queued on the device would run after what this thread queues.
+            factor = grad_scale.to(group.received_dtype) if group.received_dtype == group.master_shard.dtype else None
+            updates.append(_PendingUpdate(group, optimizer, gradient, factor, JobHandle(f"the update of {group.name}")))
+        host = updates[0].host_group.host
+        read_scalars = host.link.read_async(torch.stack([grad_scale, do_update.to(grad_scale.dtype)]))
+        ready = host.link.record_event()
+        for update in updates:
+            update.host_group.update_turn = update.handle
+        job = host.worker.submit("the update", lambda: _run_updates(updates, lr, read_scalars, ready))
+        for update in updates:
+            update.host_group.update_job = job
 
     def states(self) -> list[Tensor]:
-        """On the host."""
-        found: list[Tensor] = []
-        for host, update in zip(self._host_groups, self._optimizers, strict=True):
-            host.wait()
-            states = update.states()
-            if host.store is not None:
-                copies = iter(host.read_store()[1:])
-                states = [state if state.dim() == 0 else next(copies) for state in states]
-            found += states
-        return found
+        states: list[Tensor] = []
+        for group, optimizer in zip(self._host_groups, self._optimizers, strict=True):
+            group.wait()
+            group_states = optimizer.states()
+            if group.store is not None:
+                copies = iter(group.read_store()[1:])
+                group_states = [state if state.dim() == 0 else next(copies) for state in group_states]
+            states += group_states
+        return states
 
     def named_states(self) -> Iterator[OptimizerState]:
-        """On the host; those of a unit on disk are in memory until the next unit's are asked for."""
-        for host, update in zip(self._host_groups, self._optimizers, strict=True):
-            with host.in_memory():
-                yield from update.named_states()
+        """Yield the states; those of a group on disk are in memory until the next group's are read."""
+        for group, optimizer in zip(self._host_groups, self._optimizers, strict=True):
+            with group.in_memory():
+                yield from optimizer.named_states()
 
     def collectives(self) -> list[Collective]:
-        """Rules that would send something are refused (hosted.py)."""
+        """Return nothing: rules with collectives are refused (offload_support.py)."""
         return []
 
 
-def _element_states(update: weakref.ref[ShardedOptimizer]) -> list[Tensor]:
-    """What it keeps, without counts."""
-    found = update()
-    return [] if found is None else [state for state in found.states() if state.dim() > 0]
+def _element_states(optimizer: weakref.ref[ShardedOptimizer]) -> list[Tensor]:
+    """Return an optimizer's states without step counts."""
+    alive = optimizer()
+    return [] if alive is None else [state for state in alive.states() if state.dim() > 0]
 
 
-def _reserve_disk(hosts: Sequence[OffloadedParamGroup], state_bytes: Callable[[OffloadedParamGroup], int]) -> None:
-    """Room on disk for everything that will be there: a disk that is too small is found now."""
-    disk = hosts[0].host.disk if hosts else None
+def _reserve_disk(groups: Sequence[OffloadedParamGroup], state_bytes: Callable[[OffloadedParamGroup], int]) -> None:
+    """Reserve the disk space of all states, so that a disk that is too small fails now."""
+    disk = groups[0].host.disk if groups else None
     if disk is None:
         return
-    needed = {host: host.spec.shard_numel * host.master_shard.itemsize + state_bytes(host) for host in hosts}
+    needed = {group: group.spec.shard_numel * group.master_shard.itemsize + state_bytes(group) for group in groups}
+    reserved = sum(group.store.reserved for group in groups if group.store is not None)
     try:
-        disk.check_free_space(
-            2 * sum(needed.values()) - 2 * sum(host.store.reserved for host in hosts if host.store is not None)
-        )
-        for host, nbytes in needed.items():
-            assert host.store is not None
-            host.store.reserve(nbytes)
+        disk.check_free_space(2 * sum(needed.values()) - 2 * reserved)
+        for group, nbytes in needed.items():
+            assert group.store is not None
+            group.store.reserve(nbytes)
     except DiskError:
-        disk.close()  # what was reserved is free for somebody else
+        disk.close()  # releases what was reserved
         raise
 
 
-def _run_updates(due: list[_PendingUpdate], lr: float, told: Callable[[], list[float]], mark: CopyEvent) -> None:
-    """The worker's part."""
+def _run_updates(
+    updates: list[_PendingUpdate], lr: float, read_scalars: Callable[[], list[float]], ready: CopyEvent
+) -> None:
+    """Run a step's updates in the worker thread."""
     try:
-        factor, live = told()
-        if live:
-            _start_fetch(due[0], mark)
-            for place, one in enumerate(due):
-                if place >= 2:
-                    due[place - 2].write_handle.wait()  # memory for three units: one comes, one is here, one goes
-                if place + 1 < len(due):
-                    _start_fetch(due[place + 1], mark)
-                _update_group(one, lr, torch.tensor(factor, dtype=torch.float64), mark)
-                one.handle.finish()
-        _commit(due)
-        for one in due:
-            one.handle.finish()
+        factor, do_update = read_scalars()
+        if do_update:
+            _start_fetch(updates[0], ready)
+            for index, update in enumerate(updates):
+                if index >= 2:
+                    updates[
+                        index - 2
+                    ].write_handle.wait()  # memory for three groups: one read, one updated, one written
+                if index + 1 < len(updates):
+                    _start_fetch(updates[index + 1], ready)
+                _update_group(update, lr, torch.tensor(factor, dtype=torch.float64), ready)
+                update.handle.finish()
+        _commit(updates)
+        for update in updates:
+            update.handle.finish()
     except BaseException as error:
-        _roll_back(due, error)
-        for one in due:
-            if not one.handle.is_done:
-                one.handle.finish(error)
+        _roll_back(updates, error)
+        for update in updates:
+            if not update.handle.is_done:
+                update.handle.finish(error)
         raise
 
 
-def _start_fetch(one: _PendingUpdate, mark: CopyEvent) -> None:
-    """The gradient comes down, and from disk what is updated."""
-    if (disk := one.host_group.host.disk) is not None:
-        one.read_handle = disk.reader.submit(f"reading {one.host_group.name}", one.host_group.load_store)
-    if one.gradient is not None:
-        rooms, gradient = one.host_group.host.grad_buffers, one.gradient
-        one.buffer = rooms.acquire()
-        there = one.buffer.view(gradient.numel(), gradient.dtype)
-        one.copy = one.host_group.host.link.copy_to_host(gradient, there, "gradients", after=mark, factor=one.factor)
+def _start_fetch(update: _PendingUpdate, ready: CopyEvent) -> None:
+    """Start copying a group's gradient to the host, and reading its states from disk."""
+    group = update.host_group
+    if (disk := group.host.disk) is not None:
+        update.read_handle = disk.reader.submit(f"reading {group.name}", group.load_store)
+    if (gradient := update.gradient) is not None:
+        update.buffer = group.host.grad_buffers.acquire()
+        target = update.buffer.view(gradient.numel(), gradient.dtype)
+        update.copy = group.host.link.copy_to_host(gradient, target, "gradients", after=ready, factor=update.factor)
 
 
-def _update_group(one: _PendingUpdate, lr: float, factor: Tensor, mark: CopyEvent) -> None:
-    unit = one.host_group
-    if one.gradient is not None:
-        assert one.buffer is not None
-        assert one.copy is not None
-        one.copy.synchronize()
-        found = one.buffer.view(one.gradient.numel(), one.gradient.dtype)
-        one.gradient, factor = None, factor if one.factor is None else ONE
+def _update_group(update: _PendingUpdate, lr: float, factor: Tensor, ready: CopyEvent) -> None:
+    group = update.host_group
+    if update.gradient is not None:
+        assert update.buffer is not None
+        assert update.copy is not None
+        update.copy.synchronize()
+        gradient = update.buffer.view(update.gradient.numel(), update.gradient.dtype)
+        update.gradient, factor = None, factor if update.factor is None else ONE
     else:
-        assert unit.host_grad is not None
-        found = unit.host_grad
-    if found.dtype != unit.master_shard.dtype:  # it came no longer than it was
-        short, one.buffer = one.buffer, unit.host.grad_buffers.acquire()
-        found = one.buffer.view(found.numel(), unit.master_shard.dtype).copy_(found)
+        assert group.host_grad is not None
+        gradient = group.host_grad
+    if gradient.dtype != group.master_shard.dtype:  # it was copied in its own, shorter dtype
+        short, update.buffer = update.buffer, group.host.grad_buffers.acquire()
+        gradient = update.buffer.view(gradient.numel(), group.master_shard.dtype).copy_(gradient)
         if short is not None:
-            unit.host.grad_buffers.release(short)
-    unit.grad = found
-    one.read_handle.wait()
-    one.optimizer.step(lr, factor, TRUE)
-    unit.run_after_update_hooks()
-    del unit.grad
-    if one.buffer is not None:
-        unit.host.grad_buffers.release(one.buffer)
-    unit.publish_params(mark)
-    if unit.host.disk is not None:
-        one.write_handle = unit.host.disk.writer.submit(f"writing {unit.name}", unit.save_store)
+            group.host.grad_buffers.release(short)
+    group.grad = gradient
+    update.read_handle.wait()
+    update.optimizer.step(lr, factor, TRUE)
+    group.run_after_update_hooks()
+    del group.grad
+    if update.buffer is not None:
+        group.host.grad_buffers.release(update.buffer)
+    group.publish_params(ready)
+    if group.host.disk is not None:
+        update.write_handle = group.host.disk.writer.submit(f"writing {group.name}", group.save_store)
 
 
-def _commit(due: list[_PendingUpdate]) -> None:
-    """When all is written, all of it counts."""
-    for one in due:
-        one.write_handle.wait()
-    for store in _stores(due):
+def _commit(updates: list[_PendingUpdate]) -> None:
+    """Commit all stores once all of them are written."""
+    for update in updates:
+        update.write_handle.wait()
+    for store in _stores(updates):
         store.commit()
 
 
-def _roll_back(due: list[_PendingUpdate], error: BaseException) -> None:
-    """On disk, the step before is what there is."""
-    if (disk := due[0].host_group.host.disk) is None:
+def _roll_back(updates: list[_PendingUpdate], error: BaseException) -> None:
+    """Return the stores on disk to the previous step."""
+    if (disk := updates[0].host_group.host.disk) is None:
         return
     disk.errors.append(error)
-    for one in due:
+    for update in updates:
         with suppress(Exception):
-            one.write_handle.wait()
-    for store in _stores(due):
+            update.write_handle.wait()
+    for store in _stores(updates):
         store.roll_back()
 
 
-def _stores(due: list[_PendingUpdate]) -> list[DiskStore]:
-    return [store for one in due for store in (one.host_group.store, one.host_group.param_store) if store is not None]
+def _stores(updates: list[_PendingUpdate]) -> list[DiskStore]:
+    groups = (update.host_group for update in updates)
+    return [store for group in groups for store in (group.store, group.param_store) if store is not None]
 
 
 class DeviceAndHostOptimizer:
-    """The device's units, and the host's beside them."""
+    """The device's optimizer and the host's, as one."""
 
     def __init__(self, device: ShardedOptimizer, host: HostOptimizer):
         self._device, self._host = device, host

@@ -2,17 +2,17 @@
 
 [Note: rectangles]
 
-A parameter of two dimensions is a matrix; of more, a stack of matrices of its last two dimensions (experts); a filter
-has a row for each output; a vector is a row. A rank holds a box of them (tensor and expert parallelism), padded to
-equal boxes, laid row by row, and of that row of numbers an interval [start, stop) (data parallelism):
+A 2-d parameter is a matrix; with more dims it is a stack of matrices of its last two dims (experts); a convolution
+filter has a row for each output channel; a vector is a row. A rank holds a box of them (tensor and expert parallelism),
+padded to equal boxes, in row-major order, and an interval [start, stop) of its elements (data parallelism):
 
-    box, 4 x 5, the last column padding        held: [3, 17)
+    box, 4 x 5, the last column is padding     held: [3, 17)
     . . . a a        a  the end of a row       1 x 2
-    b b b b b        b  whole rows             2 x 5, of which 2 x 4 are real
+    b b b b b        b  full rows              2 x 5, of which 2 x 4 are not padding
     b b b b b
     c c . . .        c  the start of a row     1 x 2
 
-So what is held of a matrix is at most three rectangles, each of which lies in memory without gaps.
+So a rank holds at most three rectangles of a matrix, each contiguous in memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from echelon.layout.placement import LogicalParam, Piece
 
 @dataclass(frozen=True)
 class MatrixStack:
-    """The size of a stack of matrices."""
+    """The shape of a stack of matrices."""
 
     num_matrices: int
     rows: int
@@ -34,12 +34,12 @@ class MatrixStack:
 
     @property
     def is_factored(self) -> bool:
-        """A number for each row and each column is fewer than one for each element."""
+        """Whether one statistic per row and column is smaller than one per element."""
         return self.rows > 1 and self.columns > 1
 
     @property
     def num_row_column_stats(self) -> int:
-        """Numbers of all rows and columns."""
+        """Number of rows and columns of all matrices."""
         return self.num_matrices * (self.rows + self.columns)
 
 
@@ -52,23 +52,23 @@ def matrix_stack(shape: Sequence[int], *, filters: bool = False) -> MatrixStack:
 
 
 def local_matrix_stack(entry: LogicalParam) -> MatrixStack:
-    """Whole matrices of which a rank may hold something: experts elsewhere are left out."""
-    whole = matrix_stack(entry.shape, filters=entry.is_conv)
-    return MatrixStack(matrix_stack(entry.local_shape, filters=entry.is_conv).num_matrices, whole.rows, whole.columns)
+    """Return the full matrices of which a rank may hold elements: without other ranks' experts."""
+    full = matrix_stack(entry.shape, filters=entry.is_conv)
+    return MatrixStack(matrix_stack(entry.local_shape, filters=entry.is_conv).num_matrices, full.rows, full.columns)
 
 
 @dataclass(frozen=True)
 class MatrixRectangle:
-    """A part of one matrix that lies in memory without gaps."""
+    """A part of one matrix that is contiguous in memory."""
 
     start: int
-    """first element, counted from the first that the piece holds"""
+    """first element, relative to the piece"""
     shape: tuple[int, int]
-    """as it lies, with padding"""
+    """with padding"""
     matrix_index: int
-    """which of the stack, counted from the first that the rank's box has"""
+    """in the stack, relative to the rank's box"""
     rows: tuple[int, int]
-    """of the whole matrix, without padding; none where the rectangle is padding"""
+    """(start, stop) in the full matrix, without padding; empty where all is padding"""
     columns: tuple[int, int]
 
     @property
@@ -77,12 +77,12 @@ class MatrixRectangle:
 
     @property
     def unpadded(self) -> tuple[slice, slice]:
-        """What is no padding, inside the rectangle."""
+        """Slices of the rectangle without its padding."""
         return slice(0, self.rows[1] - self.rows[0]), slice(0, self.columns[1] - self.columns[0])
 
 
 def shard_rectangles(piece: Piece, max_numel: int) -> Iterator[MatrixRectangle]:
-    """What a rank holds, in the order in which it lies, in parts of about `most` elements at the most."""
+    """Yield a piece's rectangles in memory order, of about `max_numel` elements at most."""
     entry = piece.param
     local = matrix_stack(entry.local_shape, filters=entry.is_conv)
     box = _row_column_box(piece)
@@ -95,8 +95,8 @@ def shard_rectangles(piece: Piece, max_numel: int) -> Iterator[MatrixRectangle]:
             size = min(local.columns - column, left, max_numel)
             shape, width = (1, size), size
         else:
-            many = min(local.rows - row, left // local.columns, max(1, max_numel // local.columns))
-            shape, width = (many, local.columns), local.columns
+            num_rows = min(local.rows - row, left // local.columns, max(1, max_numel // local.columns))
+            shape, width = (num_rows, local.columns), local.columns
         yield MatrixRectangle(
             position - piece.start,
             shape,
@@ -108,14 +108,14 @@ def shard_rectangles(piece: Piece, max_numel: int) -> Iterator[MatrixRectangle]:
 
 
 def _row_column_box(piece: Piece) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(rows, columns) of the matrices that the rank's box covers."""
+    """Return the (rows, columns) of the matrices that the rank's box covers."""
     entry, box = piece.param, piece.box
     if len(entry.shape) < 2:
         return (0, 1), (box[0] if box else (0, 1))
     if entry.is_conv:
-        assert not entry.splits, "a filter is never cut"
+        assert not entry.splits, "convolution filters are never split"
         return box[0], (0, math.prod(entry.shape[1:]))
-    # Matrices are whole: where there are several, only the first dimension is cut, into equal parts.
+    # Of a stack, only the first dim is split, into equal parts: matrices are not.
     assert all(high - low == size for (low, high), size in zip(box[:-2], entry.local_shape, strict=False))
     assert all(cut.dim in (0, len(entry.shape) - 1, len(entry.shape) - 2) for cut in entry.splits)
     return box[-2], box[-1]

@@ -1,7 +1,7 @@
-"""Which update rules may have states on the host. No torch: a configuration is checked by this too.
+"""Which update rules support optimizer states on the host. No torch: the configuration is validated with this too.
 
-The host's thread updates one unit at a time, by itself: it sends nothing to other ranks, and it begins when the norm of
-all gradients is known.
+The host's thread updates one parameter group at a time, by itself: it issues no collectives, and it starts when the
+gradient norm is known.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ from echelon.memory.offload.cost import offloads_optimizer
 from echelon.optim.update_rule import UpdateRule
 
 OFFLOADABLE_RULES = ("adamw", "sgd", "lion")
-"""element by element"""
+"""elementwise optimizers"""
 
 
 def offload_faults(rule: UpdateRule, offload: str, *, master: str = "float32") -> Iterator[ValidationIssue]:
-    """What of a rule, and of weights without a master copy, does not go with an offload."""
+    """Yield what is incompatible with an offload: rules, and weights without master weights."""
     if not offloads_optimizer(offload):
         return
     if master == "none":
-        why = f"saves nothing on the device, where no master copy is (offload={offload})"
+        why = f"has no effect with offload={offload}, which keeps master weights on the host"
         yield ValidationIssue(
             key="precision.master", value="none", message=why, legal="float32, or offload=activations"
         )
     if rule.name not in OFFLOADABLE_RULES:
-        why = f"adds up numbers of whole matrices, which the host's update does not (offload={offload})"
+        why = f"requires statistics of full matrices, which the host's update does not support (offload={offload})"
         legal = f"{', '.join(OFFLOADABLE_RULES)}, or offload=activations"
         yield ValidationIssue(key="optimizer.name", value=rule.name, message=why, legal=legal)
     if rule.in_backward:
-        why = f"is not for states on the host, where an update begins when all gradients are known (offload={offload})"
+        why = f"is incompatible with offload={offload}, whose update starts when all gradients are reduced"
         yield ValidationIssue(
             key="optimizer.in_backward", value="true", message=why, legal="false, or offload=activations"
         )
     if rule.ema and "disk" in offload.split("+"):
-        why = f"would read and write the weights once more in files (offload={offload})"
+        why = f"is incompatible with offload={offload}: it would read and write the weights on disk once more"
         yield ValidationIssue(
             key="optimizer.ema", value=f"{rule.ema:g}", message=why, legal="0, or an offload without disk"
         )
 
 
 def check_offload(rule: UpdateRule, offload: str, *, master: str = "float32") -> None:
-    found = [str(fault) for fault in offload_faults(rule, offload, master=master)]
-    if found:
-        raise ValueError("; ".join(found))
+    faults = [str(fault) for fault in offload_faults(rule, offload, master=master)]
+    if faults:
+        raise ValueError("; ".join(faults))

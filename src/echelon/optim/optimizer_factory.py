@@ -1,26 +1,23 @@
-"""From a rule to the update of a rank's shards."""
+"""Builds the optimizer of a rank's shards from an update rule. A new optimizer is a file in rules/ and a case here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from echelon.layout.collective import Collective
 from echelon.layout.placement import LogicalParam
 from echelon.optim import cost
+from echelon.optim.flat_segments import FlatSegment, build_flat_segments
 from echelon.optim.host_optimizer import DeviceAndHostOptimizer, HostOptimizer
 from echelon.optim.optimizer_groups import is_muon_matrix
 from echelon.optim.optimizer_protocol import ShardedOptimizer
-from echelon.optim.param_shards import (
-    FlatSegment,
-    ParamShard,
-    build_flat_segments,
-    build_param_shards,
-    uses_stochastic_rounding,
-)
+from echelon.optim.optimizer_state import OptimizerState
+from echelon.optim.param_shards import ParamShard, build_param_shards, uses_stochastic_rounding
 from echelon.optim.rules.adafactor import Adafactor
 from echelon.optim.rules.adamw import FusedAdamW
 from echelon.optim.rules.adamw_int8 import AdamWInt8
@@ -29,78 +26,121 @@ from echelon.optim.rules.lion import Lion
 from echelon.optim.rules.muon import Muon
 from echelon.optim.rules.sgd import FusedSGD
 from echelon.optim.rules.sm3 import SM3
-from echelon.optim.stochastic_rounding_update import StochasticRoundingOptimizer
+from echelon.optim.stochastic_rounding import StochasticRoundingOptimizer
 from echelon.optim.torch_optimizer import TorchOptimizer
 from echelon.optim.update_rule import UpdateRule
 from echelon.parallel.dp.master_weights import UnsplitMasterWeights
 from echelon.parallel.dp.param_group import ParamGroup
 from echelon.parallel.parallel_model import ParallelModel
 
+Include = Callable[[LogicalParam], bool]
+
 
 def build_optimizer(
-    parallel: ParallelModel, rule: UpdateRule, units: Sequence[ParamGroup] | None = None
+    parallel: ParallelModel, rule: UpdateRule, param_groups: Sequence[ParamGroup] | None = None
 ) -> ShardedOptimizer:
-    """The update of all units' shards of one rank, or of some of them, where they live."""
-    units = parallel.sharded_model.param_groups if units is None else units
-    here, away = ([unit for unit in units if (unit.offloaded is not None) is there] for there in (False, True))
-    if not away:
-        return _build_on_one_device(parallel, rule, here)
-    held = partial(cost.rank_state_bytes, rule, parallel.placement, master_bytes=parallel.options.master_dtype.itemsize)
-    there = HostOptimizer(
-        away,
-        lambda host: _build_on_one_device(parallel, rule, [cast(ParamGroup, host)]),
-        lambda host: held(units=[host.spec.name]),
+    """Build the optimizer of all parameter groups of a rank, or of some, on the device and on the host."""
+    groups = parallel.sharded_model.param_groups if param_groups is None else param_groups
+    on_device = [group for group in groups if group.offloaded is None]
+    on_host = [group for group in groups if group.offloaded is not None]
+    if not on_host:
+        return _build_on_one_device(parallel, rule, on_device)
+    state_bytes = partial(
+        cost.rank_state_bytes, rule, parallel.placement, master_bytes=parallel.options.master_dtype.itemsize
     )
-    return DeviceAndHostOptimizer(_build_on_one_device(parallel, rule, here), there)
+    host = HostOptimizer(
+        on_host,
+        lambda group: _build_on_one_device(parallel, rule, [cast(ParamGroup, group)]),
+        lambda group: state_bytes(param_groups=[group.spec.name]),
+    )
+    return DeviceAndHostOptimizer(_build_on_one_device(parallel, rule, on_device), host)
 
 
-def _build_on_one_device(parallel: ParallelModel, rule: UpdateRule, units: Sequence[ParamGroup]) -> ShardedOptimizer:
-    device = units[0].unsharded_param.device if units else parallel.options.device
-    if not any(uses_stochastic_rounding(unit) for unit in units):
-        return _build_update(parallel, rule, units, device, None)
-    step = torch.zeros((), dtype=torch.int64, device=device)
-    held = [one for one in build_param_shards(parallel, rule, units) if uses_stochastic_rounding(one.param_group)]
-    return StochasticRoundingOptimizer(_build_update(parallel, rule, units, device, step), step, held)
-
-
-def _build_update(
-    parallel: ParallelModel, rule: UpdateRule, units: Sequence[ParamGroup], device: torch.device, step: Tensor | None
+def _build_on_one_device(
+    parallel: ParallelModel, rule: UpdateRule, param_groups: Sequence[ParamGroup]
 ) -> ShardedOptimizer:
-    """`step` counts updates where weights are rounded by chance."""
+    device = param_groups[0].unsharded_param.device if param_groups else parallel.options.device
+    if not any(uses_stochastic_rounding(group) for group in param_groups):
+        return _build_rule(parallel, rule, param_groups, device, None)
+    step = torch.zeros((), dtype=torch.int64, device=device)
+    shards = build_param_shards(parallel, rule, param_groups)
+    rounded = [shard for shard in shards if uses_stochastic_rounding(shard.param_group)]
+    return StochasticRoundingOptimizer(_build_rule(parallel, rule, param_groups, device, step), step, rounded)
 
-    def held(only: Callable[[LogicalParam], bool] = lambda _: True) -> list[ParamShard]:
-        return [one for one in build_param_shards(parallel, rule, units, step) if only(one.entry)]
 
-    def runs(only: Callable[[LogicalParam], bool] = lambda _: True) -> list[FlatSegment]:
-        return build_flat_segments(parallel, rule, units, only, step)
+def _build_rule(
+    parallel: ParallelModel,
+    rule: UpdateRule,
+    param_groups: Sequence[ParamGroup],
+    device: torch.device,
+    step: Tensor | None,
+) -> ShardedOptimizer:
+    """Build the rule's optimizer; `step` counts updates for stochastic rounding."""
 
-    def adamw(only: Callable[[LogicalParam], bool]) -> ShardedOptimizer:
-        return FusedAdamW(runs(only), rule, device)
+    def shards(include: Include = lambda _: True) -> list[ParamShard]:
+        return [shard for shard in build_param_shards(parallel, rule, param_groups, step) if include(shard.param)]
+
+    def segments(include: Include = lambda _: True) -> list[FlatSegment]:
+        return build_flat_segments(parallel, rule, param_groups, include, step)
+
+    def adamw(include: Include) -> ShardedOptimizer:
+        return FusedAdamW(segments(include), rule, device)
+
+    def is_muon(param: LogicalParam) -> bool:
+        return is_muon_matrix(rule, param.name, param.shape)
+
+    def is_int8(param: LogicalParam) -> bool:
+        return cost.has_int8_state(rule, param)
 
     match rule.name:
         case "lion":
-            return Lion(runs(), rule)
+            return Lion(segments(), rule)
         case "lamb":
-            return LAMB(held(), rule, device)
+            return LAMB(shards(), rule, device)
         case "adafactor":
-            return Adafactor(held(), rule, device)
+            return Adafactor(shards(), rule, device)
         case "sm3":
-            return SM3(held(), rule)
+            return SM3(shards(), rule)
         case "muon":
-            mine = held(lambda entry: is_muon_matrix(rule, entry.name, entry.shape))
-            return Muon(parallel, mine, rule, adamw(lambda entry: not is_muon_matrix(rule, entry.name, entry.shape)))
+            return Muon(parallel, shards(is_muon), rule, adamw(lambda param: not is_muon(param)))
         case "adamw" if rule.states == "int8":
-            short = held(lambda entry: cost.has_int8_state(rule, entry))
-            return AdamWInt8(short, rule, device, adamw(lambda entry: not cost.has_int8_state(rule, entry)))
-    plain = all(
-        isinstance(unit.master, UnsplitMasterWeights)
-        and unit.master.dtype == unit.grad_dtype
-        and not uses_stochastic_rounding(unit)
-        for unit in units
+            return AdamWInt8(shards(is_int8), rule, device, adamw(lambda param: not is_int8(param)))
+    torch_compatible = all(
+        isinstance(group.master, UnsplitMasterWeights)
+        and group.master.dtype == group.grad_dtype
+        and not uses_stochastic_rounding(group)
+        for group in param_groups
     )
-    on_a_gpu = any(unit.unsharded_param.is_cuda and unit.master.dtype == torch.float32 for unit in units)
-    if rule.name == "adamw" and (not plain or on_a_gpu or rule.states == "bfloat16"):
-        return FusedAdamW(runs(), rule, device)
-    if rule.name == "sgd" and (not plain or on_a_gpu):
-        return FusedSGD(runs(), rule)
-    return TorchOptimizer(runs(), rule)
+    on_gpu = any(group.unsharded_param.is_cuda and group.master.dtype == torch.float32 for group in param_groups)
+    if rule.name == "adamw" and (not torch_compatible or on_gpu or rule.states == "bfloat16"):
+        return FusedAdamW(segments(), rule, device)
+    if rule.name == "sgd" and (not torch_compatible or on_gpu):
+        return FusedSGD(segments(), rule)
+    return TorchOptimizer(segments(), rule)
+
+
+class PerGroupOptimizer:
+    """One optimizer per parameter group, so that each can step as soon as its gradients are reduced.
+
+    See training/optimizer_in_backward.py.
+    """
+
+    def __init__(self, parallel: ParallelModel, rule: UpdateRule):
+        groups = parallel.sharded_model.param_groups
+        self._optimizers = {group: build_optimizer(parallel, rule, [group]) for group in groups}
+
+    def optimizer_of(self, param_group: ParamGroup) -> ShardedOptimizer:
+        return self._optimizers[param_group]
+
+    def step(self, lr: float, grad_scale: Tensor, do_update: Tensor) -> None:
+        for optimizer in self._optimizers.values():
+            optimizer.step(lr, grad_scale, do_update)
+
+    def states(self) -> list[Tensor]:
+        return [state for optimizer in self._optimizers.values() for state in optimizer.states()]
+
+    def named_states(self) -> Iterator[OptimizerState]:
+        return (state for optimizer in self._optimizers.values() for state in optimizer.named_states())
+
+    def collectives(self) -> list[Collective]:
+        return [one for optimizer in self._optimizers.values() for one in optimizer.collectives()]

@@ -1,4 +1,4 @@
-"""What an engine asks of an optimizer."""
+"""The interface between the engine and an optimizer."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ if TYPE_CHECKING:
 
 
 class ShardedOptimizer(Protocol):
-    """A rule over some units' shards of one rank."""
+    """An optimizer of one rank's shards of parameter groups."""
 
     def step(self, lr: float, grad_scale: Tensor, do_update: Tensor) -> None:
-        """One update with gradients times `scale` (float64); none at all, of nothing, where `live` is false.
+        """Update with gradients times `grad_scale` (float64); change nothing where `do_update` is false.
 
-        Both are on the device, and stay there where the device is a GPU. Gradients may be left multiplied by `scale`.
+        Both are tensors on the device, and a GPU implementation does not copy them to the host. Gradients may be left
+        multiplied by `grad_scale`.
         """
         ...
 
     def states(self) -> list[Tensor]:
-        """Everything that is kept from step to step, counts of steps too."""
+        """Return all state tensors, step counts too."""
         ...
 
     def named_states(self) -> Iterable[OptimizerState]:
-        """The same by name and parameter, also before the first step."""
+        """Return the states by name and parameter, also before the first step."""
         ...
 
     def collectives(self) -> list[Collective]:
-        """What a step of it sends."""
+        """Return the collectives of one step."""
         ...

@@ -1,8 +1,8 @@
-"""Numbers of parameters (sums over rows, norms) that ranks put together: one message for each axis, not one for each.
+"""Parameter statistics (row sums, norms), all-reduced together: one collective per mesh axis, not per parameter.
 
-The ranks of a stage that hold parts of a parameter each put in what theirs gives, and all have the whole. A weight that
-several stages hold (a tied embedding) travels apart from the others: so its copies' messages are of one size on all
-stages, are added in one order, and the copies stay equal bit for bit.
+Each rank of a stage contributes the statistics of its pieces, and all ranks get the full ones. A weight on several
+stages (a tied embedding) is reduced apart from the others: its copies' all-reduces then have the same size and order on
+all stages, so the copies stay equal bit for bit.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from echelon.parallel.comm.mesh_axis import MeshAxis
 
 
 class ReducedStats:
-    """So many numbers of each parameter in one row, those that travel together side by side."""
+    """A flat tensor of statistics, `sizes[i]` of each parameter; those reduced together are consecutive."""
 
     def __init__(self, shards: Sequence[ParamShard], sizes: Sequence[int]):
         self._all_reduces: list[tuple[MeshAxis, slice]] = []
         self._slices: dict[ParamShard, slice] = {}
-        together: dict[tuple[str, bool], list[tuple[ParamShard, int]]] = {}
-        for one, size in zip(shards, sizes, strict=True):
-            together.setdefault((one.axis.name, bool(one.entry.tied_pp_ranks)), []).append((one, size))
+        buckets: dict[tuple[str, bool], list[tuple[ParamShard, int]]] = {}
+        for shard, size in zip(shards, sizes, strict=True):
+            buckets.setdefault((shard.axis.name, bool(shard.param.tied_pp_ranks)), []).append((shard, size))
         position = 0
-        for key in sorted(together):
+        for key in sorted(buckets):
             begin = position
-            for one, size in together[key]:
-                self._slices[one] = slice(position, position + size)
+            for shard, size in buckets[key]:
+                self._slices[shard] = slice(position, position + size)
                 position += size
-            self._all_reduces.append((together[key][0][0].axis, slice(begin, position)))
+            self._all_reduces.append((buckets[key][0][0].axis, slice(begin, position)))
         self.size = position
         self._dtype = shards[0].update_dtype if shards else torch.float32
         self._device = shards[0].param_group.unsharded_param.device if shards else torch.device("cpu")
@@ -41,32 +41,32 @@ class ReducedStats:
         return torch.zeros(self.size, dtype=self._dtype, device=self._device)
 
     def view(self, values: Tensor, shard: ParamShard) -> Tensor:
-        """A parameter's own."""
+        """View one parameter's statistics."""
         return values[self._slices[shard]]
 
     def all_reduce(self, values: Tensor, op: str = "sum") -> Tensor:
-        """Sums (or takes the maximum) over the ranks, in place."""
-        started = [axis.start_all_reduce(values[place], op=op) for axis, place in self._all_reduces]
-        for pending in started:
-            pending.wait()
+        """Sum (or take the maximum) over the ranks, in place."""
+        pending = [axis.start_all_reduce(values[where], op=op) for axis, where in self._all_reduces]
+        for work in pending:
+            work.wait()
         return values
 
     def collectives(self, part: str) -> list[Collective]:
-        """What `combine` sends."""
+        """Return the collectives of `all_reduce`."""
         return [
             Collective(
-                op="all_reduce", axis=axis.name, bytes=(place.stop - place.start) * self._dtype.itemsize, purpose=part
+                op="all_reduce", axis=axis.name, bytes=(where.stop - where.start) * self._dtype.itemsize, purpose=part
             )
-            for axis, place in self._all_reduces
+            for axis, where in self._all_reduces
             if axis.size > 1
         ]
 
 
 class RowColumnStats:
-    """Numbers of rows and columns of matrices."""
+    """One statistic for every row and every column of the parameters' matrices."""
 
     def __init__(self, shards: Sequence[ParamShard]):
-        self.stats = ReducedStats(shards, [one.stack.num_row_column_stats for one in shards])
+        self.stats = ReducedStats(shards, [shard.stack.num_row_column_stats for shard in shards])
 
     def rows(self, values: Tensor, shard: ParamShard) -> Tensor:
         """[matrices, rows]"""

@@ -1,4 +1,7 @@
-"""torch's own optimizers for a rule: what `verify` holds ours against, and what shards on a CPU are updated by."""
+"""Torch's own optimizers for an update rule: the reference that `verify` compares with, and the CPU's fused updates.
+
+This file knows nothing of shards and ranks, so that the reference imports none of the code it judges.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +18,32 @@ from echelon.optim.update_rule import UpdateRule, resolve_betas, resolve_momentu
 def build_torch_optimizer(
     rule: UpdateRule, parameters: Mapping[str, Tensor], *, fused: bool = False
 ) -> torch.optim.Optimizer:
-    """torch's optimizer for a rule and a one-device model's parameters, by name: matrices decay, vectors do not."""
-    given = [optimizer_groups.parse(text) for text in rule.groups]
-    found = [
-        (p, optimizer_groups.settings_for(given, rule, name, decays=p.dim() >= 2)) for name, p in parameters.items()
+    """Build torch's optimizer for a one-device model's parameters, by name: matrices decay, vectors do not."""
+    groups = [optimizer_groups.parse(text) for text in rule.groups]
+    params = [
+        (p, optimizer_groups.settings_for(groups, rule, name, decays=p.dim() >= 2)) for name, p in parameters.items()
     ]
-    return torch_optimizer_for(rule, found, fused=fused)
+    return torch_optimizer_for(rule, params, fused=fused)
 
 
 def torch_optimizer_for(
     rule: UpdateRule, params: Sequence[tuple[Tensor, ParamSettings]], *, fused: bool
 ) -> torch.optim.Optimizer:
-    """The same for tensors with settings of their own."""
-    kinds: dict[ParamSettings, list[Tensor]] = {}
-    for tensor, setting in params:
-        kinds.setdefault(setting, []).append(tensor)
-    made = [
-        {"params": tensors, "weight_decay": kind.weight_decay, "lr": rule.lr * kind.lr_factor, "factor": kind.lr_factor}
-        for kind, tensors in kinds.items()
+    """Build torch's optimizer for tensors with given settings."""
+    by_settings: dict[ParamSettings, list[Tensor]] = {}
+    for tensor, settings in params:
+        by_settings.setdefault(settings, []).append(tensor)
+    groups = [
+        {
+            "params": tensors,
+            "weight_decay": settings.weight_decay,
+            "lr": rule.lr * settings.lr_factor,
+            "factor": settings.lr_factor,
+        }
+        for settings, tensors in by_settings.items()
     ]
     if rule.name == "adamw":
-        return torch.optim.AdamW(made, lr=rule.lr, betas=resolve_betas(rule), eps=rule.eps, fused=fused)
+        return torch.optim.AdamW(groups, lr=rule.lr, betas=resolve_betas(rule), eps=rule.eps, fused=fused)
     if rule.name == "sgd":
-        return torch.optim.SGD(made, lr=rule.lr, momentum=resolve_momentum(rule), fused=fused)
-    raise ValueError(f"torch's optimizers are not ours of this name (optimizer.name={rule.name}); use adamw or sgd")
+        return torch.optim.SGD(groups, lr=rule.lr, momentum=resolve_momentum(rule), fused=fused)
+    raise ValueError(f"torch has no equivalent optimizer (optimizer.name={rule.name}); use adamw or sgd")

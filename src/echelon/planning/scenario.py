@@ -14,8 +14,7 @@ from echelon.layout.mesh import DEFAULT_ORDER
 from echelon.memory.compression import cost as compression_cost
 from echelon.models.model_config import SIZES
 from echelon.optim import offload_support
-from echelon.optim.named_rule import DefaultRule
-from echelon.optim.update_rule import UpdateRule
+from echelon.optim.update_rule import DefaultRule, UpdateRule
 from echelon.parallel.tp_grid import cost as tp_grid_cost
 from echelon.planning.calibrate.constants import DEFAULT_IMBALANCE
 from echelon.planning.cluster.cluster import Cluster

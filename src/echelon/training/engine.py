@@ -44,7 +44,7 @@ from echelon.layout.collective import Collective
 from echelon.models.lm_head import check_loss_output
 from echelon.models.model_config import ModelConfig
 from echelon.optim import cost, optimizer_groups
-from echelon.optim.param_shards import build_flat_segments
+from echelon.optim.flat_segments import build_flat_segments
 from echelon.optim.rules.ema import WeightEMA
 from echelon.optim.update_rule import UpdateRule
 from echelon.parallel.apply import apply

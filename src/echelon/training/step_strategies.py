@@ -29,9 +29,8 @@ from torch import Tensor
 
 from echelon.memory.checkpointing.checkpoint_wrapper import recompute_context
 from echelon.memory.checkpointing.memory_budget import MemoryBudget
-from echelon.optim.optimizer_factory import build_optimizer
+from echelon.optim.optimizer_factory import PerGroupOptimizer, build_optimizer
 from echelon.optim.optimizer_protocol import ShardedOptimizer
-from echelon.optim.per_unit_optimizer import PerGroupOptimizer
 from echelon.optim.update_rule import UpdateRule
 from echelon.parallel.dp.param_group import ParamGroup
 from echelon.parallel.parallel_model import ParallelModel

@@ -1,4 +1,4 @@
-"""AdamW in one pass over each unit's shard (kernels/optim/fused_adamw.py): a kernel on a GPU, plain torch elsewhere."""
+"""AdamW in one pass over each parameter group's shard (kernels/optim/fused_adamw.py)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from torch import Tensor
 from echelon.kernels import dispatch
 from echelon.kernels.optim import fused_adamw
 from echelon.layout.collective import Collective
+from echelon.optim.flat_segments import FlatSegment
 from echelon.optim.optimizer_state import OptimizerState, segment_counts, segment_states
-from echelon.optim.param_shards import FlatSegment, update_dtype
+from echelon.optim.param_shards import update_dtype
 from echelon.optim.update_rule import UpdateRule, resolve_betas
 
 
 class FusedAdamW:
-    """The number of steps is on the device: a step without a target does not count, and nobody waits to know."""
+    """AdamW whose step count is on the device: steps without targets do not count, and the host need not know."""
 
     def __init__(self, segments: Sequence[FlatSegment], rule: UpdateRule, device: torch.device):
         self.rule, self._segments, self._device = rule, segments, device
@@ -28,40 +29,40 @@ class FusedAdamW:
     @torch.no_grad()
     def step(self, lr: float, grad_scale: Tensor, do_update: Tensor) -> None:
         self._step += do_update
-        kinds = dict.fromkeys((run.lr_factor, run.weight_decay) for run in self._segments)
-        numbers = {
-            kind: fused_adamw.step_constants(
-                self._constants, lr * kind[0], kind[1], self._step, grad_scale, do_update, self._dtype
+        distinct = dict.fromkeys((segment.lr_factor, segment.weight_decay) for segment in self._segments)
+        constants = {
+            settings: fused_adamw.step_constants(
+                self._constants, lr * settings[0], settings[1], self._step, grad_scale, do_update, self._dtype
             )
-            for kind in kinds
+            for settings in distinct
         }
         self._init_state()
         update = adamw_update_for(self._device, self._dtype)
-        for run, (mean, square) in zip(self._segments, self._moments, strict=True):
-            high, low = run.weights
-            given = numbers[run.lr_factor, run.weight_decay]
+        for segment, (exp_avg, exp_avg_sq) in zip(self._segments, self._moments, strict=True):
+            high, low = segment.weights
+            step_constants = constants[segment.lr_factor, segment.weight_decay]
             update(
                 high,
                 low,
-                mean,
-                square,
-                run.gradient,
-                given,
+                exp_avg,
+                exp_avg_sq,
+                segment.gradient,
+                step_constants,
                 self._step,
-                num_decayed=run.num_decayed,
-                indices=run.indices,
+                num_decayed=segment.num_decayed,
+                indices=segment.indices,
             )
 
     def _init_state(self) -> None:
         if not self._moments:
-            kind = torch.bfloat16 if self.rule.states == "bfloat16" else self._dtype
-            self._moments = [(run.zeros(kind), run.zeros(kind)) for run in self._segments]
+            dtype = torch.bfloat16 if self.rule.states == "bfloat16" else self._dtype
+            self._moments = [(segment.zeros(dtype), segment.zeros(dtype)) for segment in self._segments]
 
     def named_states(self) -> Iterator[OptimizerState]:
         self._init_state()
         yield from segment_counts("step", self._segments, self._step)
-        yield from segment_states("mean", self._segments, [mean for mean, _ in self._moments])
-        yield from segment_states("square", self._segments, [square for _, square in self._moments])
+        yield from segment_states("mean", self._segments, [exp_avg for exp_avg, _ in self._moments])
+        yield from segment_states("square", self._segments, [exp_avg_sq for _, exp_avg_sq in self._moments])
 
     def states(self) -> list[Tensor]:
         return [self._step, *(moment for pair in self._moments for moment in pair)]
@@ -71,7 +72,7 @@ class FusedAdamW:
 
 
 def adamw_update_for(device: torch.device, dtype: torch.dtype) -> Callable[..., None]:
-    """The kernel on a GPU with Triton's compiler, plain torch elsewhere."""
+    """Return the Triton update on a GPU, plain torch elsewhere."""
     if dispatch.use_triton_update(device, dtype):
         from echelon.kernels.optim.fused_adamw_triton import update
 

@@ -1,9 +1,9 @@
-"""An exponential moving average of the weights: average = decay average + (1 - decay) weights, after every update.
+"""Exponential moving average of the weights: average = decay average + (1 - decay) weights, after every update.
 
-It starts as the first weights, is of the master's type (float32 where there is no master), and is sharded as they are:
-no message, one number an element.
-Evaluation swaps it with the weights, shard by shard, and back: no second copy is made. Weights without a master copy
-could not hold it: there evaluation gets it rounded, and the weights lie aside until they come back.
+It starts as the initial weights, has the dtype of the master weights (float32 without them), and is sharded as they
+are: no collective, one value per element. Evaluation swaps it with the weights, shard by shard, and back, without a
+second copy. bfloat16 weights without master weights cannot hold it: evaluation gets it rounded, and the weights are
+saved until they are swapped back.
 """
 
 from __future__ import annotations
@@ -16,45 +16,50 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from echelon.optim.flat_segments import FlatSegment
 from echelon.optim.optimizer_state import OptimizerState, segment_states
-from echelon.optim.param_shards import FlatSegment, uses_stochastic_rounding
+from echelon.optim.param_shards import uses_stochastic_rounding
 from echelon.parallel.dp.param_group import ParamGroup
 
 TRUE = torch.ones((), dtype=torch.bool)
 
 
 class WeightEMA:
+    """The average of a rank's shards; of offloaded groups it is updated on the host."""
+
     def __init__(self, segments: Sequence[FlatSegment], decay: float):
         self._segments, self._decay = segments, decay
-        self._averages = [run.read(slice(0, run.size)).clone() for run in segments]
+        self._averages = [segment.read(slice(0, segment.size)).clone() for segment in segments]
         self._saved_weights: dict[int, Tensor] = {}
         self._on_device = []
-        for run, average in zip(segments, self._averages, strict=True):
-            host = run.param_group.offloaded
-            if host is None:
-                self._on_device.append((run, average))
+        for segment, average in zip(segments, self._averages, strict=True):
+            offloaded = segment.param_group.offloaded
+            if offloaded is None:
+                self._on_device.append((segment, average))
             else:
-                host.after_update_hooks.append(
-                    partial(_update_ema, replace(run, param_group=cast(ParamGroup, host)), average, decay, TRUE)
+                offloaded.after_update_hooks.append(
+                    partial(
+                        _update_ema, replace(segment, param_group=cast(ParamGroup, offloaded)), average, decay, TRUE
+                    )
                 )
 
     @torch.no_grad()
     def step(self, do_update: Tensor) -> None:
-        """After an update; where `live` is false there was none."""
-        for run, average in self._on_device:
-            _update_ema(run, average, self._decay, do_update)
+        """Update the average after an optimizer step; where `do_update` is false there was none."""
+        for segment, average in self._on_device:
+            _update_ema(segment, average, self._decay, do_update)
 
     @torch.no_grad()
     def swap(self) -> None:
-        """The weights become the average, and the average the weights."""
-        for index, (run, average) in enumerate(zip(self._segments, self._averages, strict=True)):
-            if uses_stochastic_rounding(run.param_group):
+        """Exchange the weights and the average."""
+        for index, (segment, average) in enumerate(zip(self._segments, self._averages, strict=True)):
+            if uses_stochastic_rounding(segment.param_group):
                 self._swap_rounded(index)
                 continue
-            for part, _ in run.chunks():
-                weights = run.read(part).clone()
-                run.write(part, average[part])
-                average[part] = weights
+            for chunk, _ in segment.chunks():
+                weights = segment.read(chunk).clone()
+                segment.write(chunk, average[chunk])
+                average[chunk] = weights
 
     def _swap_rounded(self, index: int) -> None:
         master, where = self._segments[index].param_group.master, self._segments[index].shard_slice
@@ -77,7 +82,7 @@ def _update_ema(segment: FlatSegment, average: Tensor, decay: float, do_update: 
 
         ema_triton.update_ema(average, *segment.weights, do_update, 1 - decay)
         return
-    for part, _ in segment.chunks():
-        mine = average[part]
-        towards = (segment.read(part) - mine) * (1 - decay)
-        mine.copy_(torch.where(do_update, mine + towards, mine))
+    for chunk, _ in segment.chunks():
+        current = average[chunk]
+        direction = (segment.read(chunk) - current) * (1 - decay)
+        current.copy_(torch.where(do_update, current + direction, current))

@@ -4,8 +4,8 @@
     r = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) + decay w
     w = w - lr (|w| / |r|) r
 
-The norms are of one matrix (of a stack of experts, of each), and the ratio is 1 where one of them is 0. Vectors move by
-lr r, as in the authors' own program. One message a step sums both norms of all matrices.
+Norms are per matrix (per expert in a stack), and the trust ratio is 1 where one of them is 0. Vectors move by lr r, as
+in the authors' code. One all-reduce per step sums both norms of all matrices.
 """
 
 from __future__ import annotations
@@ -24,87 +24,102 @@ from echelon.optim.update_rule import UpdateRule, resolve_betas
 
 
 class LAMB:
+    """LAMB with matrix norms all-reduced over the ranks that share a matrix."""
+
     def __init__(self, shards: Sequence[ParamShard], rule: UpdateRule, device: torch.device):
         self._shards, self._betas, self._eps = shards, resolve_betas(rule), rule.eps
-        self._matrices = [one for one in shards if len(one.entry.shape) > 1]
-        self._norm_stats = ReducedStats(self._matrices, [2 * one.stack.num_matrices for one in self._matrices])
+        self._matrices = [shard for shard in shards if len(shard.param.shape) > 1]
+        self._norm_stats = ReducedStats(self._matrices, [2 * shard.stack.num_matrices for shard in self._matrices])
         self._step = torch.zeros((), dtype=torch.int64, device=device)
         self._moments: dict[ParamShard, tuple[Tensor, Tensor]] = {}
         self._constants = torch.empty(0)
-        """of this step: both corrections, and eps"""
+        """of this step: both bias corrections, and eps"""
 
     @torch.no_grad()
     def step(self, lr: float, grad_scale: Tensor, do_update: Tensor) -> None:
         self._step += do_update
-        like = self._shards[0].update_dtype if self._shards else torch.float32
+        dtype = self._shards[0].update_dtype if self._shards else torch.float32
         step = self._step.clamp(min=1).double()
         corrections = [1 - beta**step for beta in self._betas]
         eps = torch.full_like(step, self._eps)
-        self._constants = torch.stack([*corrections, eps]).to(like)
+        self._constants = torch.stack([*corrections, eps]).to(dtype)
         self._init_state()
         squares = self._norm_stats.zeros()
-        for one in self._shards:
-            for part in one.rectangles:
-                found = self._update_moments(one, part, grad_scale, do_update)
-                if len(one.entry.shape) > 1 and one.piece.counts_in_stage:
-                    self._norm_stats.view(squares, one).view(2, -1)[:, part.matrix_index] += found
+        for shard in self._shards:
+            for rectangle in shard.rectangles:
+                sums = self._update_moments(shard, rectangle, grad_scale, do_update)
+                if len(shard.param.shape) > 1 and shard.piece.counts_in_stage:
+                    self._norm_stats.view(squares, shard).view(2, -1)[:, rectangle.matrix_index] += sums
         self._norm_stats.all_reduce(squares)
-        for one in self._shards:
-            rates = torch.full((1,), lr * one.lr_factor, dtype=squares.dtype, device=squares.device)
-            if len(one.entry.shape) > 1:
-                weights, towards = self._norm_stats.view(squares, one).view(2, -1).sqrt()
-                rates = torch.where((weights > 0) & (towards > 0), weights / towards, 1.0) * (lr * one.lr_factor)
-            for part in one.rectangles:
-                self._apply(one, part, rates[part.matrix_index], do_update)
+        for shard in self._shards:
+            rates = torch.full((1,), lr * shard.lr_factor, dtype=squares.dtype, device=squares.device)
+            if len(shard.param.shape) > 1:
+                weight_norm, update_norm = self._norm_stats.view(squares, shard).view(2, -1).sqrt()
+                rates = torch.where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0) * (
+                    lr * shard.lr_factor
+                )
+            for rectangle in shard.rectangles:
+                self._apply(shard, rectangle, rates[rectangle.matrix_index], do_update)
 
-    def _update_moments(self, one: ParamShard, part: MatrixRectangle, scale: Tensor, live: Tensor) -> Tensor:
-        """The new moments; gives the sums of squares of the weights, and of where they move. Padding is 0."""
-        mean, square = (state[part.start : part.stop] for state in self._moments[one])
-        if one.use_triton:
+    def _update_moments(
+        self, shard: ParamShard, rectangle: MatrixRectangle, grad_scale: Tensor, do_update: Tensor
+    ) -> Tensor:
+        """Update the moments; return the sums of squares of weights and update direction. Padding is 0."""
+        exp_avg, exp_avg_sq = (state[rectangle.start : rectangle.stop] for state in self._moments[shard])
+        if shard.use_triton:
             from echelon.kernels.optim import lamb_triton
 
-            high, low = one.rectangle_weights(part)
-            gradient = one.param_group.grad[one.rectangle_slice(part)]
+            high, low = shard.rectangle_weights(rectangle)
+            gradient = shard.param_group.grad[shard.rectangle_slice(rectangle)]
             return lamb_triton.update_moments(
-                *(high, low, mean, square, gradient, scale, live, self._constants),
-                weight_decay=one.weight_decay,
+                *(high, low, exp_avg, exp_avg_sq, gradient, grad_scale, do_update, self._constants),
+                weight_decay=shard.weight_decay,
                 betas=self._betas,
             )
-        g = one.scaled_gradient(part, scale).view(-1)
-        for moment, beta, new in zip((mean, square), self._betas, (g, g.square()), strict=True):
-            moment.copy_(torch.where(live, moment * beta + new * (1 - beta), moment))
-        before = one.read_range(part.start, part.stop)
-        return torch.stack([before.square().sum(), self._update_direction(one, part, before).square().sum()])
+        g = shard.scaled_gradient(rectangle, grad_scale).view(-1)
+        for moment, beta, new in zip((exp_avg, exp_avg_sq), self._betas, (g, g.square()), strict=True):
+            moment.copy_(torch.where(do_update, moment * beta + new * (1 - beta), moment))
+        before = shard.read_range(rectangle.start, rectangle.stop)
+        return torch.stack([before.square().sum(), self._update_direction(shard, rectangle, before).square().sum()])
 
-    def _apply(self, one: ParamShard, part: MatrixRectangle, rate: Tensor, live: Tensor) -> None:
-        if one.use_triton:
+    def _apply(self, shard: ParamShard, rectangle: MatrixRectangle, rate: Tensor, do_update: Tensor) -> None:
+        if shard.use_triton:
             from echelon.kernels.optim import lamb_triton
 
-            (high, low), (step, place) = one.rectangle_weights(part), one.rounding_args(part)
-            mean, square = (state[part.start : part.stop] for state in self._moments[one])
+            (high, low), (step, indices) = shard.rectangle_weights(rectangle), shard.rounding_args(rectangle)
+            exp_avg, exp_avg_sq = (state[rectangle.start : rectangle.stop] for state in self._moments[shard])
             lamb_triton.apply_update(
-                high, low, mean, square, live, self._constants, rate, step, weight_decay=one.weight_decay, indices=place
+                high,
+                low,
+                exp_avg,
+                exp_avg_sq,
+                do_update,
+                self._constants,
+                rate,
+                step,
+                weight_decay=shard.weight_decay,
+                indices=indices,
             )
             return
-        before = one.read_range(part.start, part.stop)
-        after = before - self._update_direction(one, part, before) * rate
-        one.write_range(part.start, torch.where(live, after, before))
+        before = shard.read_range(rectangle.start, rectangle.stop)
+        after = before - self._update_direction(shard, rectangle, before) * rate
+        shard.write_range(rectangle.start, torch.where(do_update, after, before))
 
-    def _update_direction(self, one: ParamShard, part: MatrixRectangle, weights: Tensor) -> Tensor:
-        mean, square = (state[part.start : part.stop] for state in self._moments[one])
-        found: Tensor = (mean / self._constants[0]) / ((square / self._constants[1]).sqrt() + self._eps)
-        return found + weights * one.weight_decay if one.weight_decay else found
+    def _update_direction(self, shard: ParamShard, rectangle: MatrixRectangle, weights: Tensor) -> Tensor:
+        exp_avg, exp_avg_sq = (state[rectangle.start : rectangle.stop] for state in self._moments[shard])
+        direction: Tensor = (exp_avg / self._constants[0]) / ((exp_avg_sq / self._constants[1]).sqrt() + self._eps)
+        return direction + weights * shard.weight_decay if shard.weight_decay else direction
 
     def _init_state(self) -> None:
         if not self._moments:
-            self._moments = {one: (one.zeros(), one.zeros()) for one in self._shards}
+            self._moments = {shard: (shard.zeros(), shard.zeros()) for shard in self._shards}
 
     def named_states(self) -> Iterator[OptimizerState]:
         self._init_state()
         yield from shard_counts("step", self._shards, self._step)
-        for one, moments in self._moments.items():
-            for kind, state in zip(("mean", "square"), moments, strict=True):
-                yield element_state(kind, one.param_group, one.piece, state)
+        for shard, moments in self._moments.items():
+            for name, state in zip(("mean", "square"), moments, strict=True):
+                yield element_state(name, shard.param_group, shard.piece, state)
 
     def states(self) -> list[Tensor]:
         return [self._step, *(moment for pair in self._moments.values() for moment in pair)]

@@ -1,11 +1,11 @@
 """Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2).
 
-    c = beta1 m + (1 - beta1) g                   what the sign is taken of, which is not what is kept
+    c = beta1 m + (1 - beta1) g                   the sign is taken of c; m is the state
     w = w - lr (sign(c) + decay w)
     m = beta2 m + (1 - beta2) g
 
-One number an element. Every step moves every weight by lr, so lr is a third to a tenth of AdamW's, and weight decay
-so much larger.
+One state value per element. Every step moves every weight by lr, so lr is a third to a tenth of AdamW's, and weight
+decay larger by the same factor.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from echelon.layout.collective import Collective
+from echelon.optim.flat_segments import FlatSegment
 from echelon.optim.optimizer_state import OptimizerState, segment_states
-from echelon.optim.param_shards import FlatSegment
 from echelon.optim.update_rule import UpdateRule, resolve_betas
 
 
 class Lion:
+    """Lion on flat segments."""
+
     def __init__(self, segments: Sequence[FlatSegment], rule: UpdateRule):
         self._segments, self._betas = segments, resolve_betas(rule)
         self._exp_avgs: list[Tensor] = []
@@ -29,39 +31,48 @@ class Lion:
     @torch.no_grad()
     def step(self, lr: float, grad_scale: Tensor, do_update: Tensor) -> None:
         self._init_state()
-        for run, means in zip(self._segments, self._exp_avgs, strict=True):
-            if run.use_triton:
-                self._update_triton(run, means, lr * run.lr_factor, grad_scale, do_update)
+        for segment, exp_avg in zip(self._segments, self._exp_avgs, strict=True):
+            if segment.use_triton:
+                self._update_triton(segment, exp_avg, lr * segment.lr_factor, grad_scale, do_update)
                 continue
-            for part, decay in run.chunks():
-                self._update_plain(run, means[part], part, lr * run.lr_factor, decay, grad_scale, do_update)
+            for chunk, decay in segment.chunks():
+                self._update_plain(segment, exp_avg[chunk], chunk, lr * segment.lr_factor, decay, grad_scale, do_update)
 
-    def _update_triton(self, run: FlatSegment, mean: Tensor, lr: float, scale: Tensor, live: Tensor) -> None:
+    def _update_triton(
+        self, segment: FlatSegment, exp_avg: Tensor, lr: float, grad_scale: Tensor, do_update: Tensor
+    ) -> None:
         from echelon.kernels.optim import lion_triton
 
         lion_triton.update(
-            *(*run.weights, mean, run.gradient, scale, live, run.step),
+            *(*segment.weights, exp_avg, segment.gradient, grad_scale, do_update, segment.step),
             lr=lr,
-            weight_decay=run.weight_decay,
-            num_decayed=run.num_decayed,
+            weight_decay=segment.weight_decay,
+            num_decayed=segment.num_decayed,
             betas=self._betas,
-            indices=run.indices,
+            indices=segment.indices,
         )
 
     def _update_plain(
-        self, run: FlatSegment, mean: Tensor, part: slice, lr: float, decay: float, scale: Tensor, live: Tensor
+        self,
+        segment: FlatSegment,
+        exp_avg: Tensor,
+        chunk: slice,
+        lr: float,
+        decay: float,
+        grad_scale: Tensor,
+        do_update: Tensor,
     ) -> None:
         beta1, beta2 = self._betas
-        before = run.read(part)
-        g = run.gradient[part].to(before.dtype) * scale.to(before.dtype)
-        c = mean * beta1 + g * (1 - beta1)
+        before = segment.read(chunk)
+        g = segment.gradient[chunk].to(before.dtype) * grad_scale.to(before.dtype)
+        c = exp_avg * beta1 + g * (1 - beta1)
         after = before - (c.sign() + before * decay) * lr
-        run.write(part, torch.where(live, after, before))
-        mean.copy_(torch.where(live, mean * beta2 + g * (1 - beta2), mean))
+        segment.write(chunk, torch.where(do_update, after, before))
+        exp_avg.copy_(torch.where(do_update, exp_avg * beta2 + g * (1 - beta2), exp_avg))
 
     def _init_state(self) -> None:
         if not self._exp_avgs:
-            self._exp_avgs = [run.zeros() for run in self._segments]
+            self._exp_avgs = [segment.zeros() for segment in self._segments]
 
     def named_states(self) -> Iterator[OptimizerState]:
         self._init_state()

@@ -1,25 +1,25 @@
-"""Muon (Jordan 2024): momentum, made orthogonal.
+"""Muon (Jordan 2024): orthogonalized momentum.
 
     m = mu m + g                                  u = g + mu m      (Nesterov)
-    o = the nearest orthogonal matrix to u, nearly: five steps of Newton and Schulz
+    o = the nearest orthogonal matrix to u, approximately: five Newton-Schulz steps
     w = w (1 - lr decay) - lr 0.2 sqrt(max(rows, columns)) o
 
 The factor is Moonlight's (Liu et al. 2025, "Muon is Scalable for LLM Training"): the update is as large as AdamW's, so
-one lr and one weight decay serve both. What is no matrix, the embedding and the head are AdamW's.
+one lr and one weight decay serve both. AdamW updates vectors, embeddings and the LM head.
 
 [Note: gather once, owner computes]
 
-The steps need the whole matrix, and data and tensor parallelism have cut it. Each matrix (of a stack of experts, each)
-has one owner among the ranks that hold its parts, chosen so that all have about as much to do. In one all-to-all every
-rank sends each owner its parts of u, the owners compute, and in a second one the parts of o come back:
+Newton-Schulz needs the full matrix, which data and tensor parallelism have split. Each matrix (each expert of a stack)
+has one owner among the ranks that hold its parts, chosen to balance the work. In one all-to-all every rank sends each
+owner its parts of u, the owners compute, and a second all-to-all returns the parts of o:
 
-    rank 0   parts of A B C D  --->  A, B whole  --->  o of A, B  --->  parts of A B C D
-    rank 1   parts of A B C D  --->  C, D whole  --->  o of C, D  --->  parts of A B C D
+    rank 0   parts of A B C D  --->  full A, B  --->  o of A, B  --->  parts of A B C D
+    rank 1   parts of A B C D  --->  full C, D  --->  o of C, D  --->  parts of A B C D
 
-Two messages a step, and a rank sends what it holds, once each way. Replicas, which hold the same, all compute: zero=1
+A step takes two all-to-alls, and a rank sends what it holds once each way. Replicas all compute the same: zero=1
 divides the work.
 
-The steps run in bfloat16 on a GPU that trains in bfloat16, and in the master's type everywhere else.
+Newton-Schulz runs in bfloat16 on a GPU that trains in bfloat16, and in the master weights' dtype elsewhere.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from echelon.parallel.dp.data_parallel import placement_coordinates
 from echelon.parallel.parallel_model import ParallelModel
 
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""of Jordan: steep at 0, and then between 0.7 and 1.2"""
+"""Jordan's: steep at 0, then between 0.7 and 1.2"""
 UPDATE_SCALE = 0.2
 
 
 def orthogonalize(u: Tensor) -> Tensor:
-    """A matrix with the singular vectors of `u` and singular values of about 1."""
+    """Return a matrix with the singular vectors of `u` and singular values of about 1."""
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
     tall = u.shape[0] > u.shape[1]
     x: Tensor = u.T if tall else u
@@ -62,7 +62,7 @@ def orthogonalize(u: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class OwnedMatrix:
-    """One matrix, and the place of its owner among the ranks that share it."""
+    """One matrix, and the index of its owner among the ranks that share it."""
 
     shard: ParamShard
     matrix_index: int
@@ -70,52 +70,55 @@ class OwnedMatrix:
 
 
 class Muon:
-    """`beside` is the AdamW of everything else."""
+    """Muon for matrices; `adamw` updates everything else."""
 
     def __init__(
         self, parallel: ParallelModel, shards: Sequence[ParamShard], rule: UpdateRule, adamw: ShardedOptimizer
     ):
         self._shards, self._momentum, self._adamw = shards, resolve_momentum(rule), adamw
         options = parallel.options
-        narrow = options.device.type == "cuda" and options.compute_dtype == torch.bfloat16
-        self._dtype = torch.bfloat16 if narrow else torch.promote_types(options.master_dtype, torch.float32)
-        together: dict[str, list[ParamShard]] = {}
-        for one in shards:
-            together.setdefault(one.axis.name, []).append(one)
-        self._exchanges = [_MatrixExchange(parallel, together[name], self._dtype) for name in sorted(together)]
+        use_bfloat16 = options.device.type == "cuda" and options.compute_dtype == torch.bfloat16
+        self._dtype = torch.bfloat16 if use_bfloat16 else torch.promote_types(options.master_dtype, torch.float32)
+        by_axis: dict[str, list[ParamShard]] = {}
+        for shard in shards:
+            by_axis.setdefault(shard.axis.name, []).append(shard)
+        self._exchanges = [_MatrixExchange(parallel, by_axis[name], self._dtype) for name in sorted(by_axis)]
         self._momentum_buffers: dict[ParamShard, Tensor] = {}
 
     @torch.no_grad()
     def step(self, lr: float, grad_scale: Tensor, do_update: Tensor) -> None:
         self._init_state()
         for exchange in self._exchanges:
-            # One after another: what is on its way is as large as all matrices' parts on this rank.
+            # One at a time: an exchange takes as much memory as all parts of its matrices on this rank.
             exchange.gather_to_owners(
-                [self._update_direction(task, part, grad_scale, do_update) for task, part in exchange.local_parts]
+                [self._update_direction(matrix, part, grad_scale, do_update) for matrix, part in exchange.local_parts]
             )
-            for (task, part), o in zip(exchange.local_parts, exchange.scatter_updates(), strict=True):
-                one, before = task.shard, task.shard.read_rectangle(part)
-                size = UPDATE_SCALE * max(one.stack.rows, one.stack.columns) ** 0.5
-                rate = lr * one.lr_factor
-                after = before * (1 - rate * one.weight_decay) - o.to(before.dtype) * (rate * size)
-                one.write_rectangle(part, torch.where(do_update, after, before))
+            for (matrix, part), o in zip(exchange.local_parts, exchange.scatter_updates(), strict=True):
+                shard, before = matrix.shard, matrix.shard.read_rectangle(part)
+                size = UPDATE_SCALE * max(shard.stack.rows, shard.stack.columns) ** 0.5
+                rate = lr * shard.lr_factor
+                after = before * (1 - rate * shard.weight_decay) - o.to(before.dtype) * (rate * size)
+                shard.write_rectangle(part, torch.where(do_update, after, before))
         self._adamw.step(lr, grad_scale, do_update)
 
-    def _update_direction(self, task: OwnedMatrix, part: MatrixRectangle, scale: Tensor, live: Tensor) -> Tensor:
-        """u, with the new momentum."""
-        g, moment = task.shard.scaled_gradient(part, scale), state_rectangle(self._momentum_buffers[task.shard], part)
-        moment.copy_(torch.where(live, moment * self._momentum + g, moment))
-        return g + moment * self._momentum
+    def _update_direction(
+        self, matrix: OwnedMatrix, rectangle: MatrixRectangle, grad_scale: Tensor, do_update: Tensor
+    ) -> Tensor:
+        """Update the momentum; return u."""
+        g = matrix.shard.scaled_gradient(rectangle, grad_scale)
+        momentum = state_rectangle(self._momentum_buffers[matrix.shard], rectangle)
+        momentum.copy_(torch.where(do_update, momentum * self._momentum + g, momentum))
+        return g + momentum * self._momentum
 
     def _init_state(self) -> None:
         if not self._momentum_buffers:
-            self._momentum_buffers = {one: one.zeros() for one in self._shards}
+            self._momentum_buffers = {shard: shard.zeros() for shard in self._shards}
 
     def named_states(self) -> Iterator[OptimizerState]:
         self._init_state()
         yield from (
-            element_state("momentum", one.param_group, one.piece, state)
-            for one, state in self._momentum_buffers.items()
+            element_state("momentum", shard.param_group, shard.piece, state)
+            for shard, state in self._momentum_buffers.items()
         )
         yield from self._adamw.named_states()
 
@@ -123,126 +126,130 @@ class Muon:
         return [*self._momentum_buffers.values(), *self._adamw.states()]
 
     def collectives(self) -> list[Collective]:
-        return [*(found for exchange in self._exchanges for found in exchange.collectives())]
+        return [one for exchange in self._exchanges for one in exchange.collectives()]
 
 
 class _MatrixExchange:
-    """The matrices whose parts lie on one axis: parts to the owners, and back."""
+    """The all-to-alls of the matrices that are split over one mesh axis."""
 
     def __init__(self, parallel: ParallelModel, shards: Sequence[ParamShard], dtype: torch.dtype):
         self._axis, self._dtype = shards[0].axis, dtype
         self._device = parallel.options.device
         self._matrices = _assign_owners(shards, self._axis)
-        places = [_placement_of_rank(parallel, rank) for rank in self._axis.ranks]
+        placements = [_placement_of_rank(parallel, rank) for rank in self._axis.ranks]
         me = self._axis.index
         self.local_parts = [
-            (task, part)
+            (matrix, part)
             for owner in range(self._axis.size)
-            for task in self._matrices
-            if task.owner_index == owner
-            for part in task.shard.rectangles
-            if part.matrix_index == task.matrix_index
+            for matrix in self._matrices
+            if matrix.owner_index == owner
+            for part in matrix.shard.rectangles
+            if part.matrix_index == matrix.matrix_index
         ]
-        """this rank's parts in the order in which they are sent: owner by owner"""
+        """this rank's parts in the order they are sent: owner by owner"""
         self._send_sizes = _sizes_by_owner(self.local_parts, self._axis.size, counted=True)
-        """elements that go to each owner; copies of parts that somebody else sends too do not"""
+        """elements sent to each owner, without parts that a replica sends"""
         self._return_sizes = _sizes_by_owner(self.local_parts, self._axis.size, counted=False)
-        owned = [task for task in self._matrices if task.owner_index == me]
+        owned = [matrix for matrix in self._matrices if matrix.owner_index == me]
         self._parts: list[list[tuple[OwnedMatrix, Piece, MatrixRectangle]]] = [
             [
-                (task, piece, part)
-                for task in owned
-                for piece in (there.piece(task.shard.param_group.spec, task.shard.entry),)
-                for part in task.shard.rectangles_of(piece)
-                if part.matrix_index == task.matrix_index
+                (matrix, piece, part)
+                for matrix in owned
+                for piece in (placement.piece(matrix.shard.param_group.spec, matrix.shard.param),)
+                for part in matrix.shard.rectangles_of(piece)
+                if part.matrix_index == matrix.matrix_index
             ]
-            for there in places
+            for placement in placements
         ]
-        """of the matrices that this rank owns, on every rank"""
+        """of the matrices that this rank owns, by rank"""
         self._owned = owned
         self._gathered: dict[OwnedMatrix, Tensor] = {}
 
     def gather_to_owners(self, parts: Sequence[Tensor]) -> None:
-        """This rank's parts; when it is through the matrices of this rank are whole."""
-        chosen = [
+        """Send this rank's parts to the owners, and assemble the matrices that this rank owns."""
+        flat_parts = [
             part.reshape(-1).to(self._dtype)
-            for (task, _), part in zip(self.local_parts, parts, strict=True)
-            if task.shard.piece.counts_in_stage
+            for (matrix, _), part in zip(self.local_parts, parts, strict=True)
+            if matrix.shard.piece.counts_in_stage
         ]
-        sent = torch.cat(chosen) if chosen else self._empty(0)
-        sizes = [sum(_numel(part) for _, piece, part in found if piece.counts_in_stage) for found in self._parts]
+        sent = torch.cat(flat_parts) if flat_parts else self._empty(0)
+        sizes = [
+            sum(_numel(part) for _, piece, part in rank_parts if piece.counts_in_stage) for rank_parts in self._parts
+        ]
         received = self._exchange(sent, self._send_sizes, sizes)
-        self._gathered = {task: self._empty(task.shard.stack.rows, task.shard.stack.columns) for task in self._owned}
+        self._gathered = {
+            matrix: self._empty(matrix.shard.stack.rows, matrix.shard.stack.columns) for matrix in self._owned
+        }
         position = 0
-        for found in self._parts:
-            for task, piece, part in found:
+        for rank_parts in self._parts:
+            for matrix, piece, part in rank_parts:
                 if piece.counts_in_stage:
                     values = received[position : position + _numel(part)].view(part.shape)
-                    self._gathered[task][slice(*part.rows), slice(*part.columns)] = values[part.unpadded]
+                    self._gathered[matrix][slice(*part.rows), slice(*part.columns)] = values[part.unpadded]
                     position += _numel(part)
 
     def scatter_updates(self) -> list[Tensor]:
-        """Of this rank's parts, what is made of them; padding is 0."""
-        made = {task: orthogonalize(whole) for task, whole in self._gathered.items()}
+        """Orthogonalize the owned matrices; return the updates of this rank's parts, with 0 in the padding."""
+        updates = {matrix: orthogonalize(gathered) for matrix, gathered in self._gathered.items()}
         self._gathered = {}
-        chosen = []
-        for found in self._parts:
-            for task, _, part in found:
+        flat_parts = []
+        for rank_parts in self._parts:
+            for matrix, _, part in rank_parts:
                 values = torch.zeros(part.shape, dtype=self._dtype, device=self._device)
-                values[part.unpadded] = made[task][slice(*part.rows), slice(*part.columns)]
-                chosen.append(values.reshape(-1))
-        sent = torch.cat(chosen) if chosen else self._empty(0)
-        sizes = [sum(_numel(part) for _, _, part in found) for found in self._parts]
+                values[part.unpadded] = updates[matrix][slice(*part.rows), slice(*part.columns)]
+                flat_parts.append(values.reshape(-1))
+        sent = torch.cat(flat_parts) if flat_parts else self._empty(0)
+        sizes = [sum(_numel(part) for _, _, part in rank_parts) for rank_parts in self._parts]
         received = self._exchange(sent, sizes, self._return_sizes)
         pieces = received.split([_numel(part) for _, part in self.local_parts])
         return [values.view(part.shape) for values, (_, part) in zip(pieces, self.local_parts, strict=True)]
 
-    def _exchange(self, sent: Tensor, to: list[int], come: list[int]) -> Tensor:
+    def _exchange(self, sent: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> Tensor:
         if self._axis.size == 1:
             return sent
-        received = self._empty(sum(come))
-        self._axis.start_all_to_all(received, sent, come, to).wait()
+        received = self._empty(sum(receive_sizes))
+        self._axis.start_all_to_all(received, sent, receive_sizes, send_sizes).wait()
         return received
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
     def collectives(self) -> list[Collective]:
-        """By what this rank sends."""
+        """Return the collectives, with the bytes that this rank sends."""
         if self._axis.size == 1:
             return []
-        back = sum(_numel(part) for found in self._parts for _, _, part in found)
+        back = sum(_numel(part) for rank_parts in self._parts for _, _, part in rank_parts)
         return [
             Collective(op="all_to_all", axis=self._axis.name, bytes=size * self._dtype.itemsize, purpose=part)
             for size, part in ((sum(self._send_sizes), "momentum to the owners"), (back, "updates from the owners"))
         ]
 
 
-def _numel(part: MatrixRectangle) -> int:
-    return part.shape[0] * part.shape[1]
+def _numel(rectangle: MatrixRectangle) -> int:
+    return rectangle.shape[0] * rectangle.shape[1]
 
 
 def _sizes_by_owner(mine: Sequence[tuple[OwnedMatrix, MatrixRectangle]], ranks: int, *, counted: bool) -> list[int]:
     sizes = [0] * ranks
-    for task, part in mine:
-        if task.shard.piece.counts_in_stage or not counted:
-            sizes[task.owner_index] += _numel(part)
+    for matrix, part in mine:
+        if matrix.shard.piece.counts_in_stage or not counted:
+            sizes[matrix.owner_index] += _numel(part)
     return sizes
 
 
 def _assign_owners(held: Sequence[ParamShard], axis: MeshAxis) -> list[OwnedMatrix]:
-    """Every matrix with its owner: the largest first, each to who has least to do."""
-    order = [(one, matrix) for one in held for matrix in range(one.stack.num_matrices)]
-    work = [one.stack.rows * one.stack.columns * min(one.stack.rows, one.stack.columns) for one, _ in order]
+    """Assign an owner to every matrix: the largest first, each to the least loaded rank."""
+    order = [(shard, matrix) for shard in held for matrix in range(shard.stack.num_matrices)]
+    work = [shard.stack.rows * shard.stack.columns * min(shard.stack.rows, shard.stack.columns) for shard, _ in order]
     loads, owners = [0] * axis.size, [0] * len(order)
     for index in sorted(range(len(order)), key=lambda index: -work[index]):
         owners[index] = min(range(axis.size), key=lambda rank: (loads[rank], rank))
         loads[owners[index]] += work[index]
-    return [OwnedMatrix(one, matrix, owner) for (one, matrix), owner in zip(order, owners, strict=True)]
+    return [OwnedMatrix(shard, matrix, owner) for (shard, matrix), owner in zip(order, owners, strict=True)]
 
 
 def _placement_of_rank(parallel: ParallelModel, rank: int) -> Placement:
-    """The record as another rank of the stage sees it."""
+    """Return the placement as another rank of the stage sees it."""
     experts = zero.expert_sharding_policy(parallel.layout, parallel.policy)
     at = placement_coordinates(parallel.axes, rank, parallel.policy, experts)
     return Placement(param_groups=parallel.placement.param_groups, coordinates=at)

@@ -1,4 +1,4 @@
-"""SGD without a word from the host: for masters that are not one tensor, and on a GPU, where it is a kernel."""
+"""SGD without host synchronisation: on a GPU, where it is one kernel, and for split master weights."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from echelon.layout.collective import Collective
+from echelon.optim.flat_segments import FlatSegment
 from echelon.optim.optimizer_state import OptimizerState, segment_states
-from echelon.optim.param_shards import FlatSegment
 from echelon.optim.update_rule import UpdateRule, resolve_momentum
 
 
 class FusedSGD:
-    """As `torch.optim.SGD`: weight decay is a part of the gradient, and of the momentum."""
+    """SGD as `torch.optim.SGD`: weight decay is added to the gradient, before momentum."""
 
     def __init__(self, segments: Sequence[FlatSegment], rule: UpdateRule):
         self._segments, self._momentum = segments, resolve_momentum(rule)
@@ -23,39 +23,50 @@ class FusedSGD:
     @torch.no_grad()
     def step(self, lr: float, grad_scale: Tensor, do_update: Tensor) -> None:
         self._init_state()
-        for index, run in enumerate(self._segments):
-            moment = self._momentum_buffers[index] if self._momentum_buffers else None
-            if run.use_triton:
-                self._update_triton(run, moment, lr * run.lr_factor, grad_scale, do_update)
+        for index, segment in enumerate(self._segments):
+            momentum_buffer = self._momentum_buffers[index] if self._momentum_buffers else None
+            if segment.use_triton:
+                self._update_triton(segment, momentum_buffer, lr * segment.lr_factor, grad_scale, do_update)
                 continue
-            for part, decay in run.chunks():
-                self._update_plain(run, moment, part, lr * run.lr_factor, decay, grad_scale, do_update)
+            for chunk, decay in segment.chunks():
+                self._update_plain(
+                    segment, momentum_buffer, chunk, lr * segment.lr_factor, decay, grad_scale, do_update
+                )
 
-    def _update_triton(self, run: FlatSegment, moment: Tensor | None, lr: float, scale: Tensor, live: Tensor) -> None:
+    def _update_triton(
+        self, segment: FlatSegment, momentum_buffer: Tensor | None, lr: float, grad_scale: Tensor, do_update: Tensor
+    ) -> None:
         from echelon.kernels.optim import sgd_triton
 
         sgd_triton.update(
-            *(*run.weights, moment, run.gradient, scale, live, run.step),
+            *(*segment.weights, momentum_buffer, segment.gradient, grad_scale, do_update, segment.step),
             lr=lr,
-            weight_decay=run.weight_decay,
-            num_decayed=run.num_decayed,
+            weight_decay=segment.weight_decay,
+            num_decayed=segment.num_decayed,
             momentum=self._momentum,
-            indices=run.indices,
+            indices=segment.indices,
         )
 
     def _update_plain(
-        self, run: FlatSegment, moment: Tensor | None, part: slice, lr: float, decay: float, scale: Tensor, live: Tensor
+        self,
+        segment: FlatSegment,
+        momentum_buffer: Tensor | None,
+        chunk: slice,
+        lr: float,
+        decay: float,
+        grad_scale: Tensor,
+        do_update: Tensor,
     ) -> None:
-        before = run.read(part)
-        towards = run.gradient[part].to(before.dtype) * scale.to(before.dtype) + before * decay
-        if moment is not None:
-            towards += moment[part] * self._momentum
-            moment[part] = torch.where(live, towards, moment[part])
-        run.write(part, torch.where(live, before - towards * lr, before))
+        before = segment.read(chunk)
+        direction = segment.gradient[chunk].to(before.dtype) * grad_scale.to(before.dtype) + before * decay
+        if momentum_buffer is not None:
+            direction += momentum_buffer[chunk] * self._momentum
+            momentum_buffer[chunk] = torch.where(do_update, direction, momentum_buffer[chunk])
+        segment.write(chunk, torch.where(do_update, before - direction * lr, before))
 
     def _init_state(self) -> None:
         if not self._momentum_buffers and self._momentum:
-            self._momentum_buffers = [run.zeros() for run in self._segments]
+            self._momentum_buffers = [segment.zeros() for segment in self._segments]
 
     def named_states(self) -> Iterator[OptimizerState]:
         self._init_state()

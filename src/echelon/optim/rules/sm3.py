@@ -1,15 +1,15 @@
 """SM3-II (Anil, Gupta, Koren and Singer 2019, "Memory-Efficient Adaptive Optimization", section 3).
 
-The second moment of an element is bounded by what is kept of its row and of its column:
+Statistics of an element's row and column bound its second moment:
 
     v(i, j) = min(r(i), c(j)) + g(i, j)^2
     w = w - lr g / sqrt(v) - lr decay w           0 where v is 0
     r(i) = max over j of v(i, j)                  c(j) = max over i of v(i, j)
 
 A vector's elements are each a row of their own: v itself is kept, as in Adagrad. With momentum, w moves by a running
-mean of g / sqrt(v), one number an element more. Weight decay is no part of the paper.
+mean of g / sqrt(v): one more value per element. Weight decay is not part of the paper.
 
-Nothing ever falls, as in Adagrad, so a warm-up and a large lr (0.1) suit it. One message a step takes the maxima.
+Bounds never decrease, as in Adagrad, so warm-up and a large lr (0.1) suit it. One all-reduce per step takes the maxima.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ from echelon.optim.update_rule import UpdateRule, resolve_momentum
 
 
 class SM3:
+    """SM3-II with row and column bounds all-reduced over the ranks that share a matrix."""
+
     def __init__(self, shards: Sequence[ParamShard], rule: UpdateRule):
         self._momentum = resolve_momentum(rule)
         self._shards = shards
-        self._factored = [one for one in shards if one.stack.is_factored]
+        self._factored = [shard for shard in shards if shard.stack.is_factored]
         self._stats = RowColumnStats(self._factored)
         self._bounds = self._stats.stats.zeros()
         """r and c of all matrices"""
@@ -42,79 +44,83 @@ class SM3:
     def step(self, lr: float, grad_scale: Tensor, do_update: Tensor) -> None:
         self._init_state()
         largest = self._stats.stats.zeros()
-        for one in self._shards:
-            for part in one.rectangles:
-                if one.stack.is_factored and one.use_triton:
-                    found = self._update_triton(one, part, lr * one.lr_factor, grad_scale, do_update)
+        for shard in self._shards:
+            for rectangle in shard.rectangles:
+                if shard.stack.is_factored and shard.use_triton:
+                    maxima = self._update_triton(shard, rectangle, lr * shard.lr_factor, grad_scale, do_update)
                 else:
-                    found = self._update_plain(one, part, lr * one.lr_factor, grad_scale, do_update)
-                if one.stack.is_factored and found[0].numel() and found[1].numel():
-                    rows = self._stats.rows(largest, one)[part.matrix_index, slice(*part.rows)]
-                    columns = self._stats.columns(largest, one)[part.matrix_index, slice(*part.columns)]
-                    torch.maximum(rows, found[0], out=rows)
-                    torch.maximum(columns, found[1], out=columns)
+                    maxima = self._update_plain(shard, rectangle, lr * shard.lr_factor, grad_scale, do_update)
+                if shard.stack.is_factored and maxima[0].numel() and maxima[1].numel():
+                    rows = self._stats.rows(largest, shard)[rectangle.matrix_index, slice(*rectangle.rows)]
+                    columns = self._stats.columns(largest, shard)[rectangle.matrix_index, slice(*rectangle.columns)]
+                    torch.maximum(rows, maxima[0], out=rows)
+                    torch.maximum(columns, maxima[1], out=columns)
         self._stats.stats.all_reduce(largest, op="max")
         self._bounds.copy_(torch.where(do_update, largest, self._bounds))
 
     def _update_triton(
-        self, one: ParamShard, part: MatrixRectangle, lr: float, scale: Tensor, live: Tensor
+        self, shard: ParamShard, rectangle: MatrixRectangle, lr: float, grad_scale: Tensor, do_update: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The largest v of rows, and of columns."""
-        moment = self._momentum_buffers[one][part.start : part.stop] if self._momentum else None
-        return matrix_tiles(one, part, scale).sm3_update(
-            *(*self._bounds_of(one, part), live),
+        """Update a rectangle with Triton; return the maximum v of its rows and of its columns."""
+        moment = self._momentum_buffers[shard][rectangle.start : rectangle.stop] if self._momentum else None
+        return matrix_tiles(shard, rectangle, grad_scale).sm3_update(
+            *(*self._bounds_of(shard, rectangle), do_update),
             lr=lr,
-            decay=one.weight_decay,
+            decay=shard.weight_decay,
             moment=moment,
             momentum=self._momentum,
         )
 
     def _update_plain(
-        self, one: ParamShard, part: MatrixRectangle, lr: float, scale: Tensor, live: Tensor
+        self, shard: ParamShard, rectangle: MatrixRectangle, lr: float, grad_scale: Tensor, do_update: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The same in plain torch; nothing of what keeps v itself."""
-        g = one.scaled_gradient(part, scale)
-        v = self._second_moment(one, part, g)
-        self._apply(one, part, torch.where(v > 0, g * v.rsqrt(), 0.0), lr, live)
-        if not one.stack.is_factored:
-            kept = state_rectangle(self._second_moments[one], part)
-            kept.copy_(torch.where(live, v, kept))
+        """Update a rectangle in plain torch; the maxima are empty for vectors, which keep v itself."""
+        g = shard.scaled_gradient(rectangle, grad_scale)
+        v = self._second_moment(shard, rectangle, g)
+        self._apply(shard, rectangle, torch.where(v > 0, g * v.rsqrt(), 0.0), lr, do_update)
+        if not shard.stack.is_factored:
+            state = state_rectangle(self._second_moments[shard], rectangle)
+            state.copy_(torch.where(do_update, v, state))
             return v[:0, 0], v[0, :0]
-        real = v[part.unpadded]
-        return (real.amax(1), real.amax(0)) if real.numel() else (real[:0, 0], real[0, :0])
+        unpadded = v[rectangle.unpadded]
+        return (unpadded.amax(1), unpadded.amax(0)) if unpadded.numel() else (unpadded[:0, 0], unpadded[0, :0])
 
-    def _second_moment(self, one: ParamShard, part: MatrixRectangle, g: Tensor) -> Tensor:
-        """v, with padding 0."""
-        if not one.stack.is_factored:
-            return state_rectangle(self._second_moments[one], part) + g.square()
+    def _second_moment(self, shard: ParamShard, rectangle: MatrixRectangle, g: Tensor) -> Tensor:
+        """Return v; padding is 0."""
+        if not shard.stack.is_factored:
+            return state_rectangle(self._second_moments[shard], rectangle) + g.square()
         v = torch.zeros_like(g)
-        rows, columns = self._bounds_of(one, part)
-        v[part.unpadded] = torch.minimum(rows[:, None], columns) + g[part.unpadded].square()
+        rows, columns = self._bounds_of(shard, rectangle)
+        v[rectangle.unpadded] = torch.minimum(rows[:, None], columns) + g[rectangle.unpadded].square()
         return v
 
-    def _bounds_of(self, one: ParamShard, part: MatrixRectangle) -> tuple[Tensor, Tensor]:
-        rows = self._stats.rows(self._bounds, one)[part.matrix_index, slice(*part.rows)]
-        columns = self._stats.columns(self._bounds, one)[part.matrix_index, slice(*part.columns)]
+    def _bounds_of(self, shard: ParamShard, rectangle: MatrixRectangle) -> tuple[Tensor, Tensor]:
+        rows = self._stats.rows(self._bounds, shard)[rectangle.matrix_index, slice(*rectangle.rows)]
+        columns = self._stats.columns(self._bounds, shard)[rectangle.matrix_index, slice(*rectangle.columns)]
         return rows, columns
 
-    def _apply(self, one: ParamShard, part: MatrixRectangle, towards: Tensor, lr: float, live: Tensor) -> None:
-        before = one.read_rectangle(part)
+    def _apply(
+        self, shard: ParamShard, rectangle: MatrixRectangle, direction: Tensor, lr: float, do_update: Tensor
+    ) -> None:
+        before = shard.read_rectangle(rectangle)
         if self._momentum:
-            moment = state_rectangle(self._momentum_buffers[one], part)
-            towards = moment * self._momentum + towards * (1 - self._momentum)
-            moment.copy_(torch.where(live, towards, moment))
-        one.write_rectangle(part, torch.where(live, before - (towards + before * one.weight_decay) * lr, before))
+            moment = state_rectangle(self._momentum_buffers[shard], rectangle)
+            direction = moment * self._momentum + direction * (1 - self._momentum)
+            moment.copy_(torch.where(do_update, direction, moment))
+        shard.write_rectangle(
+            rectangle, torch.where(do_update, before - (direction + before * shard.weight_decay) * lr, before)
+        )
 
     def _init_state(self) -> None:
         if not self._second_moments and not self._momentum_buffers:
-            self._second_moments = {one: one.zeros() for one in self._shards if not one.stack.is_factored}
-            self._momentum_buffers = {one: one.zeros() for one in self._shards} if self._momentum else {}
+            self._second_moments = {shard: shard.zeros() for shard in self._shards if not shard.stack.is_factored}
+            self._momentum_buffers = {shard: shard.zeros() for shard in self._shards} if self._momentum else {}
 
     def named_states(self) -> Iterator[OptimizerState]:
         self._init_state()
         yield from row_column_states(self._stats, self._factored, self._bounds)
-        for kind, states in (("square", self._second_moments), ("momentum", self._momentum_buffers)):
-            yield from (element_state(kind, one.param_group, one.piece, state) for one, state in states.items())
+        for name, states in (("square", self._second_moments), ("momentum", self._momentum_buffers)):
+            yield from (element_state(name, shard.param_group, shard.piece, state) for shard, state in states.items())
 
     def states(self) -> list[Tensor]:
         return [self._bounds, *self._second_moments.values(), *self._momentum_buffers.values()]

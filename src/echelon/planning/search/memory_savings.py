@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
 from echelon.layout.rules import LayoutConstraints, find_violations
-from echelon.optim.named_rule import DefaultRule
+from echelon.optim.update_rule import DefaultRule
 from echelon.planning.calibrate.calibration import constants_for
 from echelon.planning.calibrate.constants import FITTED_CONSTANTS, Constants
 from echelon.planning.cost.activation_memory import partitions_inputs
