@@ -79,7 +79,7 @@ def test_one_device_keeps_moments_to_half_a_gap_and_uses_them_whole() -> None:
     flat = engine.parallel.sharded_model
     before = [(u, p, flat.piece_view(u.master.values(), p).clone()) for u, p in flat.pieces()]
     feed(engine.parallel, optimizer, RULE.lr, 0)
-    kept = {held.entry.name: pair for held, pair in zip(optimizer._shards, optimizer._moments, strict=True)}
+    kept = {held.param.name: pair for held, pair in zip(optimizer._shards, optimizer._moments, strict=True)}
     assert 0 < len(kept) < len(before)
     states, weights = {}, {}
     for unit, piece, values in before:
