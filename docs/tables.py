@@ -53,9 +53,9 @@ SIZES_OF = f"{MODEL} in bfloat16, AdamW, dp=8"
 SCHEDULES: dict[str, tuple[str, str, str]] = {
     "naive": ("1 - 1/d", "1", "to see what the others improve on"),
     "gpipe": ("(d-1)/(m+d-1)", "m", "comparisons: `1f1b` is as fast and holds less"),
-    "1f1b": ("(d-1)/(m+d-1)", "d-r", "the default: little memory, few messages"),
-    "interleaved": ("(d-1)/(v*m+d-1)", "(v+1)*d-2*r-1", "a smaller bubble for v times the messages"),
-    "zb-h1": ("(d-1)/(3*m+d-1)", "d", "a smaller bubble without more messages"),
+    "1f1b": ("(d-1)/(m+d-1)", "d-r", "the default: little memory, few transfers"),
+    "interleaved": ("(d-1)/(v*m+d-1)", "(v+1)*d-2*r-1", "a smaller bubble for v times the transfers"),
+    "zb-h1": ("(d-1)/(3*m+d-1)", "d", "a smaller bubble without more transfers"),
     "zb-v": ("(d-1)/(6*m+d-1)", "2*d", "the smallest bubble with the peak memory of 1F1B"),
     "dualpipe-v": ("(d-1)/(6*m+d-1)", "2*d+1", "as zb-v, with most backwards in one piece"),
     "terapipe": ("(d-1)/(s*m+d-1)", "s*m", "long sequences, few of them"),
@@ -241,7 +241,7 @@ def versions() -> str:
     return markdown(head, rows)
 
 
-def messages() -> str:
+def pipeline_transfers() -> str:
     rows, shape = [], models.find_model(MODEL)
     for text in PIPELINES:
         layout = Layout.parse(text)
@@ -251,7 +251,7 @@ def messages() -> str:
         size = layout.microbatch * positions * shape.width * COMPUTE
         cells = (" ".join(map(str, sends)), _size(size), _size(max(sends) * size))
         rows.append((f"`{text}`", *cells))
-    return markdown(("layout", "messages sent by each rank of pp", "of", "most bytes sent by a rank"), rows)
+    return markdown(("layout", "sends of each pp rank", "bytes each", "most bytes sent by a rank"), rows)
 
 
 def _size(count: int) -> str:
@@ -297,7 +297,7 @@ def bench_measured() -> str:
     head = (
         "shape",
         "tokens",
-        "products",
+        "matmuls",
         "program",
         "recompute",
         "states",
@@ -378,7 +378,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "offloaded": lambda: markdown(("layout", "bytes over the link", "bytes of disk"), traffic.offloaded()),
     "schedules": schedules,
     "versions of weights": versions,
-    "messages of pipelines": messages,
+    "transfers of pipelines": pipeline_transfers,
     "collectives of data parallelism": lambda: collectives("dp=4", "dp=4,accumulate=4"),
     "collectives of zero": lambda: collectives(*ZERO_LAYOUTS),
     "collectives of accumulation": lambda: collectives(*(f"dp=8,zero={zero},accumulate=4" for zero in (1, 2, 3))),
