@@ -180,7 +180,7 @@ def too_large():
 
 def test_wrap_took_a_layout_of_another_world_and_models_without_parameters(pool):
     """A layout was checked against the world as text only; `nn.Tanh()` ended in StopIteration."""
-    with pytest.raises(RankError, match=r"FaultError: .*world"):
+    with pytest.raises(RankError, match=r"ValidationError: .*world"):
         pool.run(too_large, 2)
     with pytest.raises(ValueError, match="the model has no parameters"):
         ec.wrap(nn.Tanh())
@@ -302,7 +302,7 @@ def routers_when_they_are_read(layout):
             gate = engine.model.get_submodule(unit.spec.name)
 
             def scores(x, unit=unit, inner=gate.scores):
-                found.append(unit.whole)
+                found.append(unit.is_unsharded)
                 return inner(x)
 
             gate.scores = scores
@@ -344,7 +344,7 @@ def updates_on_the_host(compute):
     engine = ec.Engine(
         models.build(tiny("llama"), "meta"), "offload=optimizer", options=ParallelOptions(compute_dtype=compute)
     )
-    found = {type(update) for update in engine.optimizer._there._optimizers}
+    found = {type(update) for update in engine.optimizer._host._optimizers}
     engine.close()
     return found
 
