@@ -116,7 +116,7 @@ class Watched:
             peak = torch.cuda.max_memory_allocated()
             if peak > self._peak:  # since the gradient before this one
                 self._peak = peak
-                self.bytes = _bytes([unit.grad_buffer for unit in self._units if unit.grad_buffer is not None])
+                self.bytes = _bytes([unit.grads.tensor for unit in self._units if unit.grads.tensor is not None])
             return note()
 
         return seen

@@ -18,7 +18,7 @@ from echelon.layout import Layout
 from echelon.memory.checkpointing.checkpoint_wrapper import CheckpointSegment, _LayerCall
 from echelon.models.moe_config import MoEConfig
 from echelon.optim.torch_optimizer import TorchOptimizer
-from echelon.parallel.dp.param_group import flat_norm
+from echelon.parallel.dp.grad_reduction import flat_norm
 from echelon.parallel.parallel_options import ParallelOptions
 from echelon.pipeline.execution import runtime
 from echelon.rng import RandomStream

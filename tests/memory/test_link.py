@@ -20,7 +20,7 @@ from torch import Tensor
 
 from echelon.memory.offload.host_transfer import DOWN, UP, CopyEvent, HostLink
 from echelon.parallel.dp import offload_policy
-from echelon.parallel.dp.offloaded_param_group import OffloadHost
+from echelon.parallel.dp.offload_host import OffloadHost
 from echelon.training.engine import Engine
 from echelon.training.engine_state import training_state
 
@@ -163,8 +163,8 @@ def test_the_host_writes_when_a_copy_is_through() -> None:
     noted = []
     for unit in engine.parallel.sharded_model.param_groups:
         assert unit.offloaded is not None
-        unit.offloaded.param_copy = Noted()
-        noted.append(unit.offloaded.param_copy)
+        unit.offloaded.params.copy = Noted()
+        noted.append(unit.offloaded.params.copy)
     loaded(engine)
     assert all(copy.is_done for copy in noted)
 

@@ -123,13 +123,13 @@ def test_states_are_held_where_the_cost_says(tmp_path: Path) -> None:
         said = step_comm_volume.offloaded_bytes(engine)
         hosts = [unit.offloaded for unit in engine.parallel.sharded_model.param_groups if unit.offloaded is not None]
         states = [state for state in engine.optimizer.states() if state.dim()]
-        held = sum(state.nbytes for state in states) + sum(host.master_shard.numel() * 8 for host in hosts)
+        held = sum(state.nbytes for state in states) + sum(host.states.master.numel() * 8 for host in hosts)
         if place == "disk":
             assert said["disk"] == sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
             assert said["disk"] == 2 * held
-            assert not any(host.master_shard.untyped_storage().nbytes() for host in hosts)
+            assert not any(host.states.master.untyped_storage().nbytes() for host in hosts)
         held += sum(
-            tensor.nbytes for host in hosts for tensor in (host.host_grad, host.host_shard) if tensor is not None
+            tensor.nbytes for host in hosts for tensor in (host.grads.buffer, host.params.host_shard) if tensor is not None
         )
         assert said["host"] == (held if place == "host" else 0)
 

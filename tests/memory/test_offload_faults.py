@@ -121,7 +121,7 @@ def test_a_disk_that_fills_up_leaves_the_step_before(
     monkeypatch.undo()
     for unit, value in zip(engine.parallel.sharded_model.param_groups, truth, strict=True):
         assert unit.offloaded is not None
-        assert torch.equal(unit.offloaded.read_store()[0], value)
+        assert torch.equal(unit.offloaded.states.read()[0], value)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     del engine, unit
     gc.collect()
@@ -152,7 +152,7 @@ def test_short_reads_and_writes_go_on(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("layout", "word"),
     [
-        ("pp=2,schedule=2bw,accumulate=2,offload=optimizer", "older versions of the weights"),
+        ("pp=2,schedule=2bw,accumulate=2,offload=optimizer", "older weights are in use"),
         ("offload=optimzer", "not a legal value"),
     ],
 )

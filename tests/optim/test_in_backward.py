@@ -54,7 +54,7 @@ def most_units(layout: str, rule: OptimizerConfig) -> tuple[int, int, int]:
     units, most = engine.parallel.sharded_model.param_groups, 0
 
     def alive() -> int:
-        return sum(unit.grad_buffer is not None or unit._grad_shard is not None for unit in units)
+        return sum(unit.reduction.has_memory for unit in units)
 
     def look() -> None:
         nonlocal most

@@ -196,11 +196,11 @@ def test_lazy_gradients_are_there_from_backward_to_update() -> None:
         engine = engine_of("dp=1", RULES["adamw"])
         units = engine.parallel.sharded_model.param_groups
         for unit in units:
-            unit.lazy_grads = lazy
+            unit.grads.lazy = lazy
             unit.free_grads()
         for step in range(STEPS):
             engine.step(batch(step))
-            assert all((unit.grad_buffer is None) == lazy for unit in units)
+            assert all((unit.grads.tensor is None) == lazy for unit in units)
         assert float(engine.grad_norm()) == 0.0 if lazy else float(engine.grad_norm()) > 0.0
         found.append(whole(engine.parallel, "master"))
     assert all(torch.equal(found[0][name], value) for name, value in found[1].items())

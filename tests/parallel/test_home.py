@@ -118,13 +118,13 @@ def train(kind: type[Plain], layout: str, lazy: bool = False) -> tuple[list[floa
     engine = Engine(build(kind), layout, RULE, clip=1.0, options=options)
     for unit in engine.parallel.sharded_model.param_groups:
         if lazy:
-            unit.lazy_grads = True
+            unit.grads.lazy = True
             unit.free_grads()
     told = []
     for step in range(STEPS):
         result = engine.step(batch(step))
         told += [result.loss, result.norm]
-        assert all((unit.grad_buffer is None) or not lazy for unit in engine.parallel.sharded_model.param_groups)
+        assert all((unit.grads.tensor is None) or not lazy for unit in engine.parallel.sharded_model.param_groups)
     shards = [unit.master.values().clone() for unit in engine.parallel.sharded_model.param_groups]
     return told, shards, list(Direct.places)
 

@@ -174,7 +174,7 @@ def held(layout, options, states):
         for tensors in (
             [unit.unsharded_param for unit in units],
             [tensor for unit in units for tensor in unit.master.tensors()],
-            [t for unit in units for t in (unit.grad, unit.grad_buffer) if t is not None],
+            [t for unit in units for t in (unit.grad, unit.grads.tensor) if t is not None],
         )
     )
     measured = {

@@ -32,13 +32,13 @@ def poison(engine: Engine, name: str, steps: tuple[int, ...], on: dict[str, int]
         return
     for unit in engine.parallel.sharded_model.param_groups:
 
-        def arrive(entry, gradient, arrive=unit.accumulate_grad):
+        def arrive(entry, gradient, arrive=unit.grads.accumulate):
             if entry.name == name and engine.num_steps in steps:
                 gradient = gradient.clone()
                 gradient.view(-1)[0] = value
             arrive(entry, gradient)
 
-        unit.accumulate_grad = arrive
+        unit.grads.accumulate = arrive
 
 
 def states(engine: Engine) -> list[torch.Tensor]:

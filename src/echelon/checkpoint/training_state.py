@@ -159,7 +159,7 @@ def _optimizer_item(prefix: str, state: OptimizerState) -> StateItem:
     is_writer = piece.is_owner and piece.is_first_replica
     shape, entry = piece.param.shape, piece.param
     if state.form == "elements":
-        is_stable = getattr(state.param_group, "store", None) is None
+        is_stable = not state.param_group.states_on_disk
         return StateItem(
             name, state.dtype, shape, LocalSlice.from_piece(piece), is_writer, state.read, state.write, is_stable
         )

@@ -73,11 +73,11 @@ class HostOptimizer:
         self._host_groups = [group.offloaded for group in self._param_groups if group.offloaded is not None]
         self._optimizers: list[ShardedOptimizer] = []
         for group in self._host_groups:
-            group.allocate()  # the optimizer views its tensors, not their values
+            group.states.allocate()  # the optimizer views its tensors, not their values
             self._optimizers.append(build(group))
-            group.free_memory()
+            group.states.free()
             # A weak reference: group and optimizer would keep each other alive.
-            group.optimizer_states = partial(_element_states, weakref.ref(self._optimizers[-1]))
+            group.states.optimizer_states = partial(_element_states, weakref.ref(self._optimizers[-1]))
         _reserve_disk(self._host_groups, state_bytes)
 
     @torch.no_grad()
@@ -87,9 +87,9 @@ class HostOptimizer:
             group = param_group.offloaded
             assert group is not None
             group.update_job.wait()
-            gradient = None if group.host_grad is not None else param_group.grad
+            gradient = None if group.grads.buffer is not None else param_group.grad
             # Cast here: what the worker queued on the device would run after what this thread queues.
-            factor = grad_scale.to(group.received_dtype) if group.received_dtype == group.master_shard.dtype else None
+            factor = grad_scale.to(group.grads.dtype) if group.grads.dtype == group.states.master.dtype else None
             updates.append(_PendingUpdate(group, optimizer, gradient, factor, JobHandle(f"the update of {group.name}")))
         host = updates[0].host_group.host
         read_scalars = host.link.read_async(torch.stack([grad_scale, do_update.to(grad_scale.dtype)]))
@@ -105,8 +105,8 @@ class HostOptimizer:
         for group, optimizer in zip(self._host_groups, self._optimizers, strict=True):
             group.wait()
             group_states = optimizer.states()
-            if group.store is not None:
-                copies = iter(group.read_store()[1:])
+            if group.states.store is not None:
+                copies = iter(group.states.read()[1:])
                 group_states = [state if state.dim() == 0 else next(copies) for state in group_states]
             states += group_states
         return states
@@ -133,13 +133,13 @@ def _reserve_disk(groups: Sequence[OffloadedParamGroup], state_bytes: Callable[[
     disk = groups[0].host.disk if groups else None
     if disk is None:
         return
-    needed = {group: group.spec.shard_numel * group.master_shard.itemsize + state_bytes(group) for group in groups}
-    reserved = sum(group.store.reserved for group in groups if group.store is not None)
+    needed = {group: group.spec.shard_numel * group.states.master.itemsize + state_bytes(group) for group in groups}
+    reserved = sum(group.states.store.reserved for group in groups if group.states.store is not None)
     try:
         disk.check_free_space(2 * sum(needed.values()) - 2 * reserved)
         for group, nbytes in needed.items():
-            assert group.store is not None
-            group.store.reserve(nbytes)
+            assert group.states.store is not None
+            group.states.store.reserve(nbytes)
     except DiskError:
         disk.close()  # releases what was reserved
         raise
@@ -177,7 +177,7 @@ def _start_fetch(update: _PendingUpdate, ready: CopyEvent) -> None:
     """Start copying a group's gradient to the host, and reading its states from disk."""
     group = update.host_group
     if (disk := group.host.disk) is not None:
-        update.read_handle = disk.reader.submit(f"reading {group.name}", group.load_store)
+        update.read_handle = disk.reader.submit(f"reading {group.name}", group.states.load)
     if (gradient := update.gradient) is not None:
         update.buffer = group.host.grad_buffers.acquire()
         target = update.buffer.view(gradient.numel(), gradient.dtype)
@@ -193,11 +193,11 @@ def _update_group(update: _PendingUpdate, lr: float, factor: Tensor, ready: Copy
         gradient = update.buffer.view(update.gradient.numel(), update.gradient.dtype)
         update.gradient, factor = None, factor if update.factor is None else ONE
     else:
-        assert group.host_grad is not None
-        gradient = group.host_grad
-    if gradient.dtype != group.master_shard.dtype:  # it was copied in its own, shorter dtype
+        assert group.grads.buffer is not None
+        gradient = group.grads.buffer
+    if gradient.dtype != group.states.master.dtype:  # it was copied in its own, shorter dtype
         short, update.buffer = update.buffer, group.host.grad_buffers.acquire()
-        gradient = update.buffer.view(gradient.numel(), group.master_shard.dtype).copy_(gradient)
+        gradient = update.buffer.view(gradient.numel(), group.states.master.dtype).copy_(gradient)
         if short is not None:
             group.host.grad_buffers.release(short)
     group.grad = gradient
@@ -209,7 +209,7 @@ def _update_group(update: _PendingUpdate, lr: float, factor: Tensor, ready: Copy
         group.host.grad_buffers.release(update.buffer)
     group.publish_params(ready)
     if group.host.disk is not None:
-        update.write_handle = group.host.disk.writer.submit(f"writing {group.name}", group.save_store)
+        update.write_handle = group.host.disk.writer.submit(f"writing {group.name}", group.states.save)
 
 
 def _commit(updates: list[_PendingUpdate]) -> None:
@@ -234,7 +234,7 @@ def _roll_back(updates: list[_PendingUpdate], error: BaseException) -> None:
 
 def _stores(updates: list[_PendingUpdate]) -> list[DiskStore]:
     groups = (update.host_group for update in updates)
-    return [store for group in groups for store in (group.store, group.param_store) if store is not None]
+    return [store for group in groups for store in (group.states.store, group.params.store) if store is not None]
 
 
 class DeviceAndHostOptimizer:

@@ -21,7 +21,8 @@ from torch import Tensor
 from echelon import compat
 from echelon.layout.placement import Piece
 from echelon.parallel.comm.mesh_axis import all_reduce_coalesced
-from echelon.parallel.dp.param_group import ParamGroup, flat_norm
+from echelon.parallel.dp.grad_reduction import flat_norm
+from echelon.parallel.dp.param_group import ParamGroup
 from echelon.parallel.dp.sharded_model import ShardedModel
 from echelon.parallel.parallel_model import ParallelModel
 
@@ -64,7 +65,7 @@ class GradientNorm:
         order = sorted(found, key=lambda part: (not part.is_counted, str(_batch_key(part))))
         self.slices, self._num_counted = order, sum(part.is_counted for part in order)
         for part in order:
-            part.group.early_norm_slices.append(part.span)
+            part.group.reduction.early_norm_slices.append(part.span)
         self.device = parallel.options.device
 
     @torch.no_grad()
@@ -111,8 +112,8 @@ class GradientNorm:
 
     def _slice_norm(self, part: GradientSlice, norm_type: float) -> Tensor:
         """Of gradients on the host, those that left early have told it before."""
-        if norm_type == 2.0 and part.group.early_norms:
-            return part.group.early_norms[part.span.start]
+        if norm_type == 2.0 and part.group.reduction.early_norms:
+            return part.group.reduction.early_norms[part.span.start]
         return flat_norm(part.group.grad[part.span], norm_type).to(self.device)
 
 

@@ -175,7 +175,7 @@ def offloaded_bytes(engine: Engine) -> dict[str, int]:
         master_bytes=options.master_dtype.itemsize,
         state_bytes=options.optimizer_bytes_per_element,
         host_gradient_bytes={
-            unit.spec.name: unit.grad_dtype.itemsize if unit.sends_grad_early else 0
+            unit.spec.name: unit.grad_dtype.itemsize if unit.reduction.sends_early else 0
             for unit in parallel.sharded_model.param_groups
         },
     )

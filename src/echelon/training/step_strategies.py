@@ -106,7 +106,7 @@ class UpdateInBackward:
         self._grad_norm, self._partial, self._normalizer = grad_norm, partial, normalizer
         parallel.sharded_model.on_grad_reduced = self._update_group
         for group in parallel.sharded_model.param_groups:
-            group.lazy_grads = True
+            group.grads.lazy = True
             group.free_grads()
         device = parallel.options.device
         self._lr, self._grad_scale = 0.0, torch.ones((), dtype=torch.float64, device=device)

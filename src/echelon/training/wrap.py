@@ -58,7 +58,7 @@ class WrappedModel(nn.Module):
         self.module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
         self._parallel.sharded_model.on_grad = self._during_backward
         for unit in self._parallel.sharded_model.param_groups:
-            unit.grad_scale = 1.0 / layout.dp
+            unit.grads.scale = 1.0 / layout.dp
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         found = self._parallel.checkpointing

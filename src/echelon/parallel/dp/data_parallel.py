@@ -1,4 +1,4 @@
-"""Transform of data parallelism: parameter groups, their placement and offload, and the sharded model that runs them."""
+"""Transform of data parallelism: parameter groups, their placement and offload, and the sharded model."""
 
 from __future__ import annotations
 

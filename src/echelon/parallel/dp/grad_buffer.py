@@ -1,109 +1,130 @@
-"""Where a parameter's gradient goes, found from the parameter: `parameter.home`.
+"""`GradBuffer`: where backward accumulates a parameter group's gradients, before they are reduced.
 
-[Note: two ways home]
+[Note: lazy gradients]
 
-Autograd comes by a parameter once in a backward pass, when all of its uses are through, and hands over what it added up
-(`_from_autograd`). A function of ours can do without that tensor: its backward returns no gradient for the parameter,
-and writes it straight into its place with `receive`, as often as the parameter was used. Autograd still comes by, with
-empty hands: only then are the parameter's gradients all there. Both may happen in one pass, as with a tied head and
-embedding.
-
-[Note: weak references]
-
-Python's collector does not see that a parameter holds its hooks, so a hook that held the unit, which holds the
-parameter, would keep the whole model and its process groups for ever.
+When backward begins, all activations are there and no gradient; when it ends, it is the other way round. So on a GPU,
+where memory is scarce and quickly allocated, the buffer is allocated when the first gradient of a step arrives, and
+freed when the optimizer has used it. On a CPU fresh memory costs a page fault per page, so there it stays.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from echelon.kernels.gemm.fused_linear import ComputeGradient
-from echelon.layout.placement import LogicalParam
-
-if TYPE_CHECKING:
-    from echelon.parallel.dp.param_group import ParamGroup
-    from echelon.parallel.dp.sharded_model import ShardedModel
+from echelon.layout.placement import LogicalParam, ParamGroupSpec
 
 
-class ParamGradHook:
-    """One parameter's place in a flat unit."""
+class GradBuffer:
+    """The unsharded gradients of one parameter group: each is written (first) or added (later) into its view."""
 
-    def __init__(self, sharded_model: ShardedModel, group: ParamGroup, param: LogicalParam):
-        self.param = param
-        self._sharded_model, self._group = weakref.ref(sharded_model), weakref.ref(group)
+    def __init__(self, spec: ParamGroupSpec, dtype: torch.dtype, unsharded_param: Tensor):
+        self.spec, self.dtype = spec, dtype
+        self.device, self._param_dtype = unsharded_param.device, unsharded_param.dtype
+        self.lazy = unsharded_param.is_cuda
+        """allocated from the first gradient of a step until `free`: see [Note: lazy gradients]"""
+        self.tensor: Tensor | None = None
+        self.scale = 1.0
+        """factor of arriving gradients"""
+        self.all_trainable = all(param.trainable for param in spec.params)
+        self._views: dict[str, Tensor] = {}
+        self._written: set[str] = set()
+        self._num_ready = 0
+        self._num_trainable = sum(param.trainable for param in spec.params)
+        self._trainable_numel = sum(param.local_numel for param in spec.params if param.trainable)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of a parameter, or one out of a file, has no home."""
-        return type(None), ()
+    def allocated(self) -> Tensor:
+        """Return the buffer; allocate it if it is not there."""
+        if self.tensor is None:
+            numel = self.spec.num_shards * self.spec.shard_numel
+            self.tensor = torch.empty(numel, dtype=self.dtype, device=self.device)
+            self.tensor[self._trainable_numel :].zero_()  # frozen parameters and padding: never written
+        return self.tensor
 
-    def attach(self, parameter: nn.Parameter) -> None:
-        """Makes this the parameter's home."""
-        parameter.home = self  # type: ignore[attr-defined]
-        parameter.register_post_accumulate_grad_hook(self._on_autograd_grad)
+    def free(self) -> None:
+        self.tensor = None
+        self._views.clear()
+
+    def hand_over(self) -> Tensor:
+        """Return the buffer and forget it: later gradients go to a new one."""
+        buffer = self.allocated()
+        self.free()
+        self._written.clear()
+        return buffer
+
+    def begin_step(self) -> None:
+        self._written.clear()
+
+    def begin_microbatch(self) -> None:
+        self._num_ready = 0
+
+    # -- arriving gradients -------------------------------------------------------------------------------------------
+
+    def accumulate(self, param: LogicalParam, grad: Tensor) -> None:
+        """Write or add one parameter's gradient."""
+        view = self.view(param)
+        if param.name in self._written:
+            view.add_(grad, alpha=self.scale)
+        elif self.scale == 1.0:
+            view.copy_(grad)
+        else:
+            view.copy_(grad).mul_(self.scale)
+        self._written.add(param.name)
+
+    def accumulate_matmul(self, param: LogicalParam, left: Tensor, right: Tensor) -> None:
+        """Accumulate the gradient left x right; if dtypes agree, the GEMM writes into the view."""
+        view = self.view(param)
+        if view.dtype != left.dtype:
+            self.accumulate(param, left @ right)
+            return
+        torch.addmm(view, left, right, beta=float(param.name in self._written), alpha=self.scale, out=view)
+        self._written.add(param.name)
+
+    def claim_view(self, params: Sequence[LogicalParam]) -> Tensor | None:
+        """Return where the gradients of matrices are to be written, one below the other: they count as written.
+
+        None if writing is not enough: the matrices are not adjacent, one has a gradient already, or a gradient must be
+        cast or scaled.
+        """
+        if self.scale != 1.0 or self.dtype != self._param_dtype:
+            return None
+        if len(params) == 1 and params[0].name not in self._written:
+            self._written.add(params[0].name)
+            return self.view(params[0])
+        start, width = self.spec.offsets[params[0].name], params[0].local_shape[1:]
+        end = start
+        for param in params:
+            is_apart = self.spec.offsets[param.name] != end or param.local_shape[1:] != width
+            if is_apart or param.name in self._written:
+                return None
+            end += param.local_numel
+        self._written.update(param.name for param in params)
+        return self.allocated()[start:end].view(-1, *width)
+
+    def view(self, param: LogicalParam) -> Tensor:
+        """Return this rank's gradient of a parameter, until it is reduced."""
+        view = self._views.get(param.name)
+        if view is None:
+            offset = self.spec.offsets[param.name]
+            view = self.allocated()[offset : offset + param.local_numel].view(param.local_shape)
+            self._views[param.name] = view
+        return view
+
+    def zero_missing(self) -> None:
+        """Zero the gradients that did not arrive."""
+        if len(self._written) < self._num_trainable:
+            for param in self.spec.params:
+                if param.trainable and param.name not in self._written:
+                    self.view(param).zero_()
+
+    def mark_param_ready(self) -> bool:
+        """Count a parameter whose gradients of this microbatch are complete; return whether all are."""
+        self._num_ready += 1
+        return self.is_ready
 
     @property
-    def version(self) -> int:
-        """Grows whenever the parameter's values change."""
-        unit = self._group()
-        return -1 if unit is None else unit.version
-
-    @torch.no_grad()
-    def receive(self, parameters: Sequence[Tensor], product: ComputeGradient) -> None:
-        """The gradients of matrices [out_i, in] that lie side by side, from the backward of a function they went into.
-
-        `product(place)` writes them into `place`, one below the other, and `product(None)` into a new tensor: the place
-        is theirs in the unit's buffer, where nothing is to be added, multiplied or cast.
-        """
-        unit, place = self._group(), None
-        if unit is not None:
-            homes = [getattr(parameter, "home", None) for parameter in parameters]
-            entries = [home.param for home in homes if home is not None and home._group() is unit]
-            place = unit.claim_grad_view(entries) if len(entries) == len(homes) else None
-        if place is not None:
-            product(place)
-        else:
-            parts = product(None).split([len(parameter) for parameter in parameters])
-            for parameter, part in zip(parameters, parts, strict=True):
-                if parameter.requires_grad:
-                    grad_hook_of(parameter)._accumulate(parameter, part)
-        if (flat := self._sharded_model()) is not None:
-            flat.on_grad()
-
-    def add_deferred_grad(self, left: Tensor, right: Tensor) -> None:
-        """The gradient left x right, after the backward pass that it was put off from."""
-        unit, flat = self._group(), self._sharded_model()
-        assert unit is not None
-        assert flat is not None
-        unit.accumulate_matmul_grad(self.param, left, right)
-        if unit.mark_param_ready():
-            flat.on_grads_ready(unit)
-
-    def _on_autograd_grad(self, parameter: Tensor) -> None:
-        unit, flat = self._group(), self._sharded_model()
-        if unit is None or flat is None:
-            return
-        if parameter.grad is not None:
-            gradient, parameter.grad = parameter.grad, None
-            unit.accumulate_grad(self.param, gradient)
-        if unit.mark_param_ready():
-            flat.on_grads_ready(unit)
-        flat.on_grad()
-
-    def _accumulate(self, parameter: Tensor, gradient: Tensor) -> None:
-        unit = self._group()
-        if unit is not None:
-            unit.accumulate_grad(self.param, gradient)
-        else:  # the flat units are gone, the model is not: what autograd would do
-            parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad + gradient
-
-
-def grad_hook_of(parameter: Tensor) -> ParamGradHook:
-    home = parameter.home  # type: ignore[attr-defined]
-    assert isinstance(home, ParamGradHook)
-    return home
+    def is_ready(self) -> bool:
+        """All gradients of the current microbatch have arrived."""
+        return self._num_ready == self._num_trainable

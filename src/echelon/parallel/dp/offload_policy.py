@@ -24,7 +24,7 @@ from echelon.memory.offload.cost import (
 from echelon.memory.offload.disk_store import DiskFolder
 from echelon.memory.offload.host_transfer import HostLink
 from echelon.parallel.comm.mesh_axis import world_rank
-from echelon.parallel.dp.offloaded_param_group import OffloadHost, buffer_bytes
+from echelon.parallel.dp.offload_host import OffloadHost, buffer_bytes
 from echelon.parallel.dp.zero import ShardingPolicy
 
 if TYPE_CHECKING:

@@ -1,9 +1,9 @@
-"""Flat units at work: a model whose parameters are gathered, freed and reduced unit by unit (flat_unit.py).
+"""`ShardedModel`: a model whose parameters are gathered, freed and reduced group by group (param_group.py).
 
 [Note: the order of collectives]
 
-Units reduce in a fixed order (the reverse of forward), whatever order their gradients arrive in, so that a parameter
-that some rank did not use cannot make ranks wait for different collectives. What did not arrive counts as zero.
+Groups are reduced in a fixed order (the reverse of forward), whatever the order in which their gradients arrive, so
+that ranks that did not use a parameter issue the same collectives. A gradient that did not arrive counts as zero.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from torch import Tensor, nn
 
 from echelon.layout.placement import ParamGroupSpec, Piece, Placement
 from echelon.parallel.comm.mesh_axis import MeshAxis
-from echelon.parallel.dp.grad_buffer import ParamGradHook, grad_hook_of
-from echelon.parallel.dp.offloaded_param_group import OffloadHost
+from echelon.parallel.dp.grad_hook import ParamGradHook, grad_hook_of
+from echelon.parallel.dp.offload_host import OffloadHost
 from echelon.parallel.dp.param_group import ParamGroup
 from echelon.parallel.dp.param_grouping import layer_names
 from echelon.parallel.dp.zero import ShardingPolicy
 
 GroupSharding = tuple[ShardingPolicy, MeshAxis, MeshAxis]
-"""how a unit is moved: when, over which ranks it is divided, and on which it is copied"""
+"""the policy of a group, the ranks that shard it, and the ranks that replicate it"""
 
 
 class ShardedModel:
-    """All units of a model, driven by hooks on its modules and parameters.
+    """All parameter groups of a model, driven by hooks on its modules and parameters.
 
-    `parts` names the modules of each stage where a pipeline runs several microbatches at a time and reduces by itself
-    (pipeline/execution/fsdp_hooks.py). What is kept then stays whole for the step, and gathering ahead stays inside a stage.
+    With `stage_modules`, the modules of each stage, a pipeline runs several microbatches at a time and reduces
+    gradients itself (pipeline/execution/fsdp_hooks.py). Groups that stay unsharded then do so for the step, and
+    prefetching stays inside a stage.
     """
 
     def __init__(
@@ -53,19 +54,19 @@ class ShardedModel:
         self.model, self.placement, self.policy = model, placement, policy
         self.param_groups = [
             ParamGroup(
-                unit,
-                *sharding_of(unit),
+                group,
+                *sharding_of(group),
                 device=device,
                 compute_dtype=compute_dtype,
                 master_dtype=master_dtype,
                 reduce_dtype=reduce_dtype,
-                host=host_for(unit),
+                host=host_for(group),
             )
-            for unit in placement.param_groups
+            for group in placement.param_groups
         ]
         self.pipelined = bool(stage_modules)
         self.stage_groups = [
-            [unit for unit in self.param_groups if _is_used(unit, names)] for names in stage_modules
+            [group for group in self.param_groups if _is_used(group, names)] for names in stage_modules
         ] or [self.param_groups]
         self._is_last_microbatch = True
         self._to_reduce: deque[ParamGroup] = deque()
@@ -74,162 +75,162 @@ class ShardedModel:
         self.on_grad: Callable[[], None] = _no_op
         """called whenever a gradient has arrived"""
         self.on_grad_reduced: Callable[[ParamGroup], None] | None = None
-        """called with each unit whose gradients of a step are reduced, while backward goes on (training/step_strategies.py)"""
+        """called during backward with each group whose gradients of a step are reduced"""
         self._modules = dict(model.named_modules())
-        for unit in self.param_groups:
-            self.register_params(unit)
-        # Where ranks gather together what the host updates, each layer is gathered when it is called: `_gather_host`.
-        self._gathered_in_order = [unit for unit in self.param_groups if _waits_for_host(unit)]
-        if any(unit.policy.num_shards > 1 for unit in self.param_groups) or not all(
-            unit.master.in_place for unit in self.param_groups
+        for group in self.param_groups:
+            self.register_params(group)
+        # Ranks gather groups that the host updates when their layer is called.
+        self._gathered_in_order = [group for group in self.param_groups if _waits_for_host(group)]
+        if any(group.policy.num_shards > 1 for group in self.param_groups) or not all(
+            group.master.in_place for group in self.param_groups
         ):
             self._hook_model()
-            for unit in self.param_groups:
-                if not unit.spec.stays_unsharded:
-                    self._hook_layer(unit)
+            for group in self.param_groups:
+                if not group.spec.stays_unsharded:
+                    self._hook_layer(group)
 
     def register_params(self, group: ParamGroup) -> None:
-        """Makes a unit's parameters those of the modules."""
+        """Register a group's parameters in the modules, and hook their gradients."""
         self._set_module_params(group, group.parameters)
-        for entry in group.spec.params:
-            if entry.trainable:
-                ParamGradHook(self, group, entry).attach(group.parameters[entry.name])
+        for param in group.spec.params:
+            if param.trainable:
+                ParamGradHook(self, group, param).attach(group.parameters[param.name])
 
     def swap_params(self, parameters: Sequence[Mapping[str, nn.Parameter]]) -> None:
-        """The same with other parameters that units had before, which bring their hooks."""
-        for unit, found in zip(self.param_groups, parameters, strict=True):
-            self._set_module_params(unit, found)
+        """Register parameters that groups had before, with their hooks."""
+        for group, named in zip(self.param_groups, parameters, strict=True):
+            self._set_module_params(group, named)
 
     def _set_module_params(self, group: ParamGroup, parameters: Mapping[str, nn.Parameter]) -> None:
-        for entry in group.spec.params:
-            for name in entry.names:
+        for param in group.spec.params:
+            for name in param.names:
                 module, _, attribute = name.rpartition(".")
-                self._modules[module].register_parameter(attribute, parameters[entry.name])
+                self._modules[module].register_parameter(attribute, parameters[param.name])
 
     def init_values(self, values: Callable[[Piece], Tensor]) -> None:
-        """Sets every shard from a function that gives a piece's values."""
+        """Set every shard from a function of the piece."""
         with torch.no_grad():
-            for unit in self.param_groups:
-                for entry in unit.spec.params:
-                    piece = self.placement.piece(unit.spec, entry)
+            for group in self.param_groups:
+                for param in group.spec.params:
+                    piece = self.placement.piece(group.spec, param)
                     if piece.start < piece.stop:
-                        unit.master.set_values(piece.shard_offset, values(piece))
-                unit.after_update()
+                        group.master.set_values(piece.shard_offset, values(piece))
+                group.after_update()
 
     @staticmethod
     def piece_view(shard: Tensor, piece: Piece) -> Tensor:
-        """A piece's elements in a unit's shard (of values, gradients, or optimizer states)."""
+        """Return a piece's elements in a group's shard (of values, gradients, or optimizer states)."""
         return shard[piece.shard_offset : piece.shard_offset + piece.stop - piece.start]
 
     def pieces(self) -> Iterator[tuple[ParamGroup, Piece]]:
-        for unit in self.param_groups:
-            for entry in unit.spec.params:
-                yield unit, self.placement.piece(unit.spec, entry)
+        for group in self.param_groups:
+            for param in group.spec.params:
+                yield group, self.placement.piece(group.spec, param)
 
     # -- one microbatch -----------------------------------------------------------------------------------------------
 
     def begin_microbatch(self, *, first: bool, last: bool) -> None:
-        """Before a microbatch's forward. `first` and `last` are of the step."""
+        """Prepare a microbatch, before its forward; `first` and `last` are of the step."""
         self._is_last_microbatch = last
         self._to_reduce = deque(
-            unit for unit in reversed(self.param_groups) if last or unit.policy.reduce_scatter_every_microbatch
+            group for group in reversed(self.param_groups) if last or group.policy.reduce_scatter_every_microbatch
         )
         self._reducing, self._scattering = [], []
-        for unit in self.param_groups:
+        for group in self.param_groups:
             if first:
-                unit.begin_step()
-            unit.begin_microbatch()
+                group.reduction.begin_step()
+            group.grads.begin_microbatch()
 
     def end_microbatch(self) -> None:
-        """After a microbatch's backward: what has not been reduced is, and everything under way is waited for."""
+        """Finish a microbatch, after its backward: launch the remaining reductions and wait for all."""
         self._launch_reductions(flush=True)
-        for unit in self._scattering:
-            unit.finish_reduce_scatter(last=self._is_last_microbatch)
+        for group in self._scattering:
+            group.reduction.finish_reduce_scatter(last=self._is_last_microbatch)
         self._scattering = []
-        for unit in self._reducing[:] if self._is_last_microbatch else ():
-            self._finish_reduction(unit)
+        for group in self._reducing[:] if self._is_last_microbatch else ():
+            self._finish_reduction(group)
         self._reducing = []
-        for unit in self.param_groups:
-            unit.reshard()
+        for group in self.param_groups:
+            group.reshard()
 
     def after_update(self) -> None:
-        for unit in self.param_groups:
-            unit.after_update()
+        for group in self.param_groups:
+            group.after_update()
 
     def free_grads(self) -> None:
-        for unit in self.param_groups:
-            unit.free_grads()
+        for group in self.param_groups:
+            group.free_grads()
 
     def unshard_for_recompute(self, module: nn.Module) -> None:
-        """Before a layer is repeated in backward, whose hooks then do not run. Backward through it frees it."""
-        for unit in self.param_groups:
-            if unit.policy.reshards_params and self._modules.get(unit.spec.name) is module:
-                unit.unshard()
+        """Unshard a layer before it is recomputed, when its hooks do not run. Its backward reshards it."""
+        for group in self.param_groups:
+            if group.policy.reshards_params and self._modules.get(group.spec.name) is module:
+                group.unshard()
 
     @contextmanager
     def non_layer_params_unsharded(self) -> Iterator[None]:
-        """All but the layers whole, for calls of the model's methods other than its forward, which no hook sees."""
+        """Unshard all groups but the layers, for calls of model methods other than forward, which no hook sees."""
         inside = layer_names(self.model)
-        for unit in self.param_groups:
-            if unit.spec.stays_unsharded or unit.spec.name not in inside:
-                unit.unshard()
+        for group in self.param_groups:
+            if group.spec.stays_unsharded or group.spec.name not in inside:
+                group.unshard()
         yield
-        for unit in self.param_groups:
-            unit.reshard()
+        for group in self.param_groups:
+            group.reshard()
 
     def _unshard_early(self) -> None:
-        # What stays whole is gathered at the model's start, in one order everywhere, so that ranks may call different
-        # modules. Layers that are freed after use may not differ: their gathers come in the order of calls.
-        early = [unit for unit in self.param_groups if unit.spec.stays_unsharded or not unit.policy.reshards_params]
-        early = [unit for unit in early if unit not in self._gathered_in_order]
-        for unit in early:
-            unit.start_unshard()
-        for unit in early:
-            if unit.spec.stays_unsharded:
-                unit.unshard()
+        # Groups that stay unsharded are gathered at the start of forward, in one order everywhere, so that ranks may
+        # call different modules. Layers that are freed after use are gathered in the order of calls, which must not differ.
+        early = [group for group in self.param_groups if group.spec.stays_unsharded or not group.policy.reshards_params]
+        early = [group for group in early if group not in self._gathered_in_order]
+        for group in early:
+            group.start_unshard()
+        for group in early:
+            if group.spec.stays_unsharded:
+                group.unshard()
 
     def _unshard_host_updated(self, until: ParamGroup | None = None) -> None:
-        """What the host has updated, up to a unit: in one order on all ranks, whichever modules they call."""
-        for unit in self._gathered_in_order:
-            unit.unshard()
-            if unit is until:
+        """Unshard the groups that the host has updated, up to one: in one order on all ranks, whatever they call."""
+        for group in self._gathered_in_order:
+            group.unshard()
+            if group is until:
                 return
 
     def _launch_reductions(self, *, flush: bool) -> None:
-        while self._to_reduce and (flush or self._to_reduce[0].grads_ready):
-            unit = self._to_reduce.popleft()
-            unit.start_grad_reduction()
-            if unit.sends_grad_early:
-                unit.finish_grad_reduction()
+        while self._to_reduce and (flush or self._to_reduce[0].grads.is_ready):
+            group = self._to_reduce.popleft()
+            group.reduction.start(group)
+            if group.reduction.sends_early:
+                group.reduction.finish()
             for other in [other for other in self._scattering if other.policy.finishes_reduce_scatter_early]:
-                other.finish_reduce_scatter(
+                other.reduction.finish_reduce_scatter(
                     last=self._is_last_microbatch
-                )  # one behind: its transfer had a unit's compute to hide in
+                )  # one group behind: compute has overlapped its reduce-scatter
                 self._scattering.remove(other)
-            self._reducing.append(unit)
-            self._scattering.append(unit)
+            self._reducing.append(group)
+            self._scattering.append(group)
             if self.on_grad_reduced is not None and self._is_last_microbatch:
-                for other in self._reducing[:-1]:  # one behind, too
+                for other in self._reducing[:-1]:  # one group behind, too
                     self._finish_reduction(other)
 
     def _finish_reduction(self, group: ParamGroup) -> None:
         if group in self._scattering:
-            group.finish_reduce_scatter(last=True)
+            group.reduction.finish_reduce_scatter(last=True)
             self._scattering.remove(group)
-        group.finish_grad_reduction()
+        group.reduction.finish()
         self._reducing.remove(group)
         if self.on_grad_reduced is not None:
             self.on_grad_reduced(group)
 
     @torch.no_grad()
     def add_deferred_grad(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
-        """A parameter's gradient, left x right, that was put off: into its place without a backward pass."""
+        """Accumulate a parameter's deferred gradient, left x right, without a backward pass."""
         grad_hook_of(parameter).add_deferred_grad(left, right)
 
     def on_grads_ready(self, group: ParamGroup) -> None:
-        """All gradients of a unit are there."""
-        # Where something is frozen, backward may still have to pass through it.
-        if group.all_trainable and not (self.pipelined and group.spec.stays_unsharded):
+        """Reshard a group whose gradients are complete, and launch reductions."""
+        # Backward may still have to pass through a frozen parameter.
+        if group.grads.all_trainable and not (self.pipelined and group.spec.stays_unsharded):
             group.reshard()
         self._launch_reductions(flush=False)
 
@@ -241,9 +242,11 @@ class ShardedModel:
 
         def after_forward(_module: nn.Module, _args: Any, output: Any) -> None:
             self._unshard_host_updated()
-            if not any(tensor.requires_grad for tensor in iter_tensors(output)):  # evaluation: no backward will free it
-                for unit in self.param_groups:
-                    unit.reshard()
+            if not any(
+                tensor.requires_grad for tensor in iter_tensors(output)
+            ):  # evaluation: no backward will reshard it
+                for group in self.param_groups:
+                    group.reshard()
 
         self.model.register_forward_pre_hook(before_forward)
         self.model.register_forward_hook(after_forward)
@@ -255,7 +258,7 @@ class ShardedModel:
         prefetch = group.policy.prefetch if group.policy.reshards_params else 0
         ahead = freed[index + 1 : index + 1 + prefetch]
         behind = freed[max(index - prefetch, 0) : index][::-1]
-        is_last = index == len(freed) - 1 and not self.pipelined  # other microbatches come before its backward
+        is_last = index == len(freed) - 1 and not self.pipelined  # other microbatches run before its backward
 
         def gather_with(others: list[ParamGroup]) -> None:
             group.unshard()
@@ -265,18 +268,18 @@ class ShardedModel:
         def before_forward(_module: nn.Module, _args: Any) -> None:
             if group in self._gathered_in_order:
                 self._unshard_host_updated(until=group)
-            # In a repetition, what comes after this module may have gone backward already.
+            # In a recomputation, later modules may have run backward already.
             gather_with([other for other in ahead if self.pipelined or not _backward_done(other)])
 
         def before_backward(_gradient: Tensor) -> None:
             if _backward_done(group):
-                return  # another output of the module asked before, and its gradients are all there
-            gather_with([other for other in behind if not other.grads_ready])
+                return  # another output of the module was first, and all gradients have arrived
+            gather_with([other for other in behind if not other.grads.is_ready])
 
         def after_forward(_module: nn.Module, _args: Any, output: Any) -> None:
             outputs = [tensor for tensor in iter_tensors(output) if tensor.requires_grad]
             if not outputs and torch.is_grad_enabled():
-                return  # backward may pass through something that we cannot see into: kept until the end
+                return  # backward may pass through a structure we cannot see into: unsharded until the end
             if not outputs or ((self.policy.reshard_after_forward or self.pipelined) and not is_last):
                 group.reshard()
             for tensor in outputs if group.policy.reshards_params else ():
@@ -287,16 +290,16 @@ class ShardedModel:
 
 
 def _backward_done(group: ParamGroup) -> bool:
-    """All gradients of the microbatch at hand are there."""
-    return group.all_trainable and group.grads_ready
+    """All gradients of the current microbatch have arrived."""
+    return group.grads.all_trainable and group.grads.is_ready
 
 
 def _no_op() -> None:
-    """Nobody asked to be told."""
+    """The default hook."""
 
 
 def _waits_for_host(group: ParamGroup) -> bool:
-    """A layer that stays whole, that ranks gather together, and whose values the host is still at work on."""
+    """A layer that stays unsharded, that ranks gather together, and that the host updates."""
     return (
         group.offloaded is not None
         and group.policy.num_shards > 1
@@ -306,13 +309,13 @@ def _waits_for_host(group: ParamGroup) -> bool:
 
 
 def _is_used(group: ParamGroup, names: Sequence[str]) -> bool:
-    mine = [name for entry in group.spec.params for name in entry.names]
-    return any(name == other or name.startswith(other + ".") for name in mine for other in names)
+    names_in_group = [name for param in group.spec.params for name in param.names]
+    return any(name == other or name.startswith(other + ".") for name in names_in_group for other in names)
 
 
 @contextmanager
 def explain_freed_params() -> Iterator[None]:
-    """Says what it means when a parameter is read that is not there."""
+    """Explain the error of reading a parameter whose storage is freed."""
     try:
         yield
     except RuntimeError as error:

@@ -22,7 +22,7 @@ class StageParamGroups:
 
     def begin_step(self) -> None:
         for group in self.sharded_model.param_groups:
-            group.begin_step()
+            group.reduction.begin_step()
         self._awaiting_backward = {
             number: {part for part, groups in enumerate(self.sharded_model.stage_groups) if group in groups}
             for number, group in enumerate(self.sharded_model.param_groups)
@@ -44,7 +44,7 @@ class StageParamGroups:
 
     def begin_backward(self, local_stage: int) -> None:
         for group in self.sharded_model.stage_groups[local_stage]:
-            group.begin_microbatch()
+            group.grads.begin_microbatch()
 
     def end_backward(self, local_stage: int, *, last: bool) -> None:
         """Reduce gradients after a backward; `last` if it is the stage's last of the step."""
@@ -54,10 +54,10 @@ class StageParamGroups:
             if last:
                 self._awaiting_backward[number].discard(local_stage)
             if group.policy.reduce_scatter_every_microbatch:
-                group.finish_reduce_scatter(last=False)
-                group.start_grad_reduction()
+                group.reduction.finish_reduce_scatter(last=False)
+                group.reduction.start(group)
             elif not self._awaiting_backward[number]:
-                group.start_grad_reduction()
+                group.reduction.start(group)
         self.reshard_layers(local_stage)
 
     def reshard_layers(self, local_stage: int) -> None:
@@ -68,9 +68,9 @@ class StageParamGroups:
     def finish_step(self) -> None:
         """Finish all reductions of a step, and reshard."""
         for group in self._in_backward_order():
-            group.finish_reduce_scatter(last=True)
+            group.reduction.finish_reduce_scatter(last=True)
         for group in self._in_backward_order():
-            group.finish_grad_reduction()
+            group.reduction.finish()
             group.reshard()
 
     def _in_backward_order(self) -> list[ParamGroup]:

@@ -49,15 +49,15 @@ def _output_hook(name: str) -> Any:
 
 
 def _hook_gradient_reduction(unit: ParamGroup) -> None:
-    reduce = unit.start_grad_reduction
+    reduction, start_reduction = unit.reduction, unit.reduction.start
 
-    def start_reduce() -> None:
+    def start(group: ParamGroup) -> None:
         for entry in unit.spec.params:
             if entry.trainable and injector.should_flip_output(entry.name):
-                flip_bit(unit.local_grad(entry))
-        reduce()
+                flip_bit(unit.grads.view(entry))
+        start_reduction(group)
 
-    unit.start_grad_reduction = start_reduce  # type: ignore[method-assign]
+    reduction.start = start  # type: ignore[method-assign]
 
 
 @torch.no_grad()

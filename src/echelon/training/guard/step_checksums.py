@@ -61,7 +61,7 @@ class StepChecksums:
         with ExitStack() as stack:
             stack.enter_context(watch_outputs(parallel.model, self._output, self._enter))
             for unit in parallel.sharded_model.param_groups:
-                unit.before_reduce = self._gradients
+                unit.reduction.before_reduce = self._gradients
             recorder = self._recorder = parallel.axes.recorder
             recorder.on_send, recorder.on_receive = self._sent, self._received
             try:
@@ -69,7 +69,7 @@ class StepChecksums:
             finally:
                 recorder.on_send = recorder.on_receive = None
                 for unit in parallel.sharded_model.param_groups:
-                    unit.before_reduce = None
+                    unit.reduction.before_reduce = None
 
     def add(self, what: str, layer: str, value: Tensor, *, is_local: bool = True) -> None:
         if not value.is_floating_point():
@@ -92,7 +92,7 @@ class StepChecksums:
         for entry in unit.spec.params:
             if entry.trainable:
                 self._current_name, self._backward = entry.name, True
-                self.add(f"its own gradient of {entry.name}", entry.name, unit.local_grad(entry))
+                self.add(f"its own gradient of {entry.name}", entry.name, unit.grads.view(entry))
 
     def _sent(self, op: str, axis: str, value: Tensor) -> None:
         self.add(f"what it gave to {op} over {axis}, {self._location}", self._current_name, value)

@@ -1,0 +1,69 @@
+"""`OffloadHost`: the link, worker thread, buffers and disk that all offloaded parameter groups of a rank share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from echelon.layout.placement import ParamGroupSpec
+from echelon.memory.offload.disk_store import DiskFolder
+from echelon.memory.offload.host_transfer import HostBufferQueue, HostLink
+from echelon.memory.offload.host_worker import HostWorker
+
+GRAD_BUFFERS = 3
+"""host buffers for gradients: the update reads one, one is being filled, one is free"""
+STAGING_BUFFERS = 2
+"""host buffers for parameters that are copied to the device"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadHost:
+    """What all offloaded groups of a rank share on the host."""
+
+    link: HostLink
+    worker: HostWorker
+    grad_buffers: HostBufferQueue
+    """for gradients that arrive from the device"""
+    param_staging: HostBufferQueue
+    """for parameters that are copied to the device"""
+    read_ahead: HostBufferQueue
+    """for parameters that are read ahead from disk"""
+    paged: bool
+    """parameters and gradients live on the host too"""
+    disk: DiskFolder | None = None
+    """the files that hold the states instead of host memory"""
+
+    @classmethod
+    def create(
+        cls,
+        link: HostLink,
+        groups: Sequence[ParamGroupSpec],
+        *,
+        master_bytes: int,
+        compute_bytes: int,
+        paged: bool,
+        disk: DiskFolder | None,
+    ) -> OffloadHost:
+        """Allocate the buffers for the largest group and start the worker."""
+        max_grad_bytes, max_param_bytes = (
+            max(group.shard_numel * group.element_bytes(size) for group in groups)
+            for size in (master_bytes, compute_bytes)
+        )
+        worker = HostWorker("echelon-host")
+        worker.submit("finding its device", link.set_device)
+        return cls(
+            link=link,
+            worker=worker,
+            grad_buffers=HostBufferQueue(link, GRAD_BUFFERS, max_grad_bytes),
+            param_staging=HostBufferQueue(link, STAGING_BUFFERS, max_param_bytes),
+            read_ahead=HostBufferQueue(link, GRAD_BUFFERS, max_param_bytes),
+            paged=paged,
+            disk=disk,
+        )
+
+
+def buffer_bytes(max_numel: int, master: torch.dtype, compute: torch.dtype) -> int:
+    """Return the bytes of the shared host buffers, without a disk."""
+    return max_numel * (GRAD_BUFFERS * master.itemsize + STAGING_BUFFERS * compute.itemsize)
