@@ -39,6 +39,7 @@ from echelon import data, models
 from echelon.config.lr_schedule import learning_rate
 from echelon.config.run_config import Config
 from echelon.config.sections import OptimizerConfig, ScheduleConfig
+from echelon.data.token_file import IntArray
 from echelon.models.model_config import ModelConfig
 from echelon.models.moe_config import MoEConfig
 from echelon.parallel.parallel_options import ParallelOptions
@@ -173,7 +174,7 @@ def held_out(dataset: data.TokenDataset, batch: int) -> Iterator[Microbatch]:
         yield Microbatch(tensors(dataset.eval_batch(indices)), torch.from_numpy(indices))
 
 
-def tensors(batch: dict[str, data.tokens.IntArray]) -> dict[str, Tensor]:
+def tensors(batch: dict[str, IntArray]) -> dict[str, Tensor]:
     return {key: torch.from_numpy(value) for key, value in batch.items()}
 
 

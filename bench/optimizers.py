@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from echelon.config.sections import OptimizerConfig
 from echelon.kernels import dispatch
-from echelon.optim.optimizer_factory import build_optimizer
 from echelon.optim.flat_segments import build_flat_segments
+from echelon.optim.optimizer_factory import build_optimizer
 from echelon.optim.rules.ema import WeightEMA
 from echelon.parallel.parallel_model import ParallelModel
 from echelon.parallel.parallel_options import ParallelOptions

@@ -373,7 +373,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "configuration keys": configuration_keys,
     "state bytes": state_bytes,
     "batch statistics": batch_statistics,
-    "recomputed": lambda: markdown(*activations.checkpointing(MODEL, SEQ_LEN)),
+    "recomputed": lambda: markdown(*activations.recomputed(MODEL, SEQ_LEN)),
     "kept over layers": lambda: markdown(*activations.kept_over_layers()),
     "offloaded": lambda: markdown(("layout", "bytes over the link", "bytes of disk"), traffic.offloaded()),
     "schedules": schedules,

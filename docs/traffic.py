@@ -12,7 +12,7 @@ from echelon.layout.collective import Collective
 from echelon.layout.rules import head_parallel_size
 from echelon.memory.offload import cost as offload_cost
 from echelon.parallel.cp import cost as cp_cost
-from echelon.parallel.tp import sequence_parallel
+from echelon.parallel.tp import cost as tp_cost
 from echelon.parallel.tp_grid import cost as tp_grid_cost
 from echelon.planning.cluster import cluster as clusters
 from echelon.planning.cluster.link_time import wire_bytes
@@ -54,7 +54,7 @@ def tensor_bytes(layout: Layout, seq_len: int) -> float:
     width = resolve_shape(GRID_MODEL).width
     if layout.tp_kind == "1d":
         each = {width: 4}  # into two regions and out of them, in both passes
-        found: Iterable[Collective] = sequence_parallel.sequence_parallel_collectives(
+        found: Iterable[Collective] = tp_cost.sequence_parallel_collectives(
             layout, layout.microbatch, seq_len, SIZE, each, each
         )
         return _wire(found, {"tp": layout.tp})

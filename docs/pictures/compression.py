@@ -21,7 +21,7 @@ KEPT = (
 
 
 def kept() -> str:
-    runs = compressed.unpadded_runs()
+    runs = compressed.runs()
     most = len(runs[0]["rows"])
     c = Canvas(276 + len(runs) * (most * 18 + 34), "What forward leaves for backward")
     for number, name in enumerate(CHAIN):
