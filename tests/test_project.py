@@ -17,49 +17,40 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "echelon"
 FILES = sorted(SOURCE.rglob("*.py"))
-CODE = [*FILES, *(path for room in ("tests", "bench", "docs", "examples") for path in (ROOT / room).rglob("*.py"))]
+CODE = [*FILES, *(path for folder in ("tests", "bench", "docs", "examples") for path in (ROOT / folder).rglob("*.py"))]
 
-MAY_KNOW = {
+MAY_IMPORT: dict[str, set[str]] = {
     "layout": set(),
     "compat": set(),
+    "draw": set(),
     "rng": set(),
     "kernels": {"compat"},
-    "data": {"layout", "models", "rng"},
-    "models": {"layout", "kernels", "moe", "rng", "compat"},
-    "memory": {"layout", "kernels", "models", "rng", "compat"},
-    "moe": {"layout", "kernels", "rng"},
-    "precision": {"layout", "kernels", "compat"},
-    "parallel": {"faults", "layout", "kernels", "models", "moe", "memory", "precision", "rng", "compat"},
-    "optim": {"layout", "kernels", "memory", "parallel", "rng", "compat"},
-    "pipeline": {"faults", "layout", "kernels", "models", "parallel", "rng", "compat"},
-    "planning": {"layout", "kernels", "models", "memory", "optim", "parallel", "pipeline", "compat"},
     "launch": {"layout", "compat"},
     "faults": {"layout", "launch", "compat"},
-    "checkpoint": {"faults", "layout", "memory", "models", "optim", "parallel", "planning"},
+    "moe": {"layout", "kernels", "rng"},
+    "precision": {"layout", "kernels", "compat"},
+    "models": {"layout", "kernels", "moe", "rng", "compat"},
+    "data": {"layout", "models", "rng"},
+    "memory": {"layout", "kernels", "models", "rng", "compat"},
+    "parallel": {"faults", "layout", "kernels", "models", "moe", "memory", "precision", "rng", "compat"},
+    "optim": {"layout", "kernels", "memory", "parallel", "rng", "compat"},
+    "pipeline": {"draw", "faults", "layout", "kernels", "models", "parallel", "rng", "compat"},
+    "checkpoint": {"faults", "layout", "memory", "models", "optim", "parallel"},
+    "config": {"layout", "memory", "models", "optim", "pipeline"},
+    "planning": {"draw", "layout", "kernels", "models", "memory", "optim", "parallel", "pipeline", "compat"},
     "training": {
         *("layout", "kernels", "models", "data", "memory", "parallel", "optim", "pipeline", "launch", "planning"),
-        *("moe", "precision", "rng", "compat", "faults", "checkpoint"),
+        *("config", "moe", "precision", "rng", "compat", "faults", "checkpoint"),
     },
-    "verification": {"layout", "models", "moe", "parallel", "pipeline", "optim", "launch", "training", "rng"},
-    "bench": {"layout", "models", "memory", "parallel", "optim", "training", "planning", "kernels", "compat"},
-    "report": {"pipeline", "training"},
+    "verification": {"config", "layout", "models", "parallel", "pipeline", "optim", "launch", "training", "rng"},
+    "bench": {"config", "draw", "layout", "models", "memory", "parallel", "training", "planning", "compat"},
+    "report": {"draw", "pipeline", "training"},
     "cli": {
-        *(
-            "faults",
-            "layout",
-            "models",
-            "pipeline",
-            "launch",
-            "training",
-            "verification",
-            "planning",
-            "bench",
-            "report",
-        ),
-        "checkpoint",
+        *("config", "faults", "layout", "models", "pipeline", "launch", "training", "verification", "planning"),
+        *("bench", "report", "checkpoint"),
     },
 }
-"""arrows between rooms: what each may import. `layout` knows nobody, `cli` sits on top"""
+"""the packages that each package may import: `layout` imports none, `cli` is on top"""
 WITHOUT_TORCH = (
     "echelon",
     "echelon.layout",
@@ -93,12 +84,8 @@ WITHOUT_TORCH = (
     "echelon.report.expert_load_html",
     "echelon.report.expert_load_text",
 )
-COSTS = (
-    "echelon.parallel.dp.zero",
-    "echelon.parallel.tp.cost",
-    "echelon.parallel.tp.sequence_parallel",
-    "echelon.parallel.tp_grid.grid_parallel",
-    "echelon.parallel.tp_grid.cost",
+COSTS = tuple(
+    ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts) for path in FILES if path.name == "cost.py"
 )
 
 
@@ -128,7 +115,7 @@ def test_tried_versions_are_in_range() -> None:
     assert tried.keys() == {requirement.name for requirement in requirements()}
 
 
-def test_the_core_needs_little() -> None:
+def test_the_core_has_few_dependencies() -> None:
     dependencies = project()["dependencies"]
     assert isinstance(dependencies, list)
     names = {Requirement(text).name for text in dependencies}
@@ -138,7 +125,7 @@ def test_the_core_needs_little() -> None:
 
 
 def private_names(path: Path) -> Iterator[str]:
-    """Private names of torch that a file imports or reaches for."""
+    """Yield the private torch names that a file imports or accesses."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
@@ -158,20 +145,20 @@ def test_private_torch_names_live_in_compat() -> None:
     assert set(found) <= {"compat.py"}, found
 
 
-def test_private_names_would_be_seen(tmp_path: Path) -> None:
+def test_private_names_are_detected(tmp_path: Path) -> None:
     path = tmp_path / "bad.py"
     path.write_text("import torch._C\nfrom torch.distributed import _x\nx = torch.distributed._y.z\n")
     assert sorted(set(private_names(path))) == ["_C", "_x", "_y"]
 
 
 @pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_are_one_idea(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400, "look for the second idea in it"
+def test_files_hold_one_idea_each(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 600, "look for the second idea in it"
     assert not {"utils", "util", "common", "helpers", "helper", "manager", "misc"} & {*path.stem.split("_")}
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Rooms of echelon that a file imports, wherever in the file."""
+    """Yield the packages of echelon that a file imports, anywhere in the file."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "echelon":
             parts = (node.module or "").split(".")
@@ -180,24 +167,24 @@ def imports(path: Path) -> Iterator[str]:
             yield from (alias.name.split(".")[1] for alias in node.names if alias.name.startswith("echelon."))
 
 
-def test_arrows_between_rooms() -> None:
+def test_imports_between_packages() -> None:
     wrong = []
     for path in FILES:
-        room = path.relative_to(SOURCE).parts[0].removesuffix(".py")
-        if room in ("__init__", "__main__"):
+        package = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+        if package in ("__init__", "__main__"):
             continue
         known = {name for name in imports(path) if (SOURCE / name).is_dir() or (SOURCE / f"{name}.py").is_file()}
-        wrong += [f"{path.relative_to(SOURCE)} -> {name}" for name in sorted(known - MAY_KNOW[room] - {room})]
+        wrong += [f"{path.relative_to(SOURCE)} -> {name}" for name in sorted(known - MAY_IMPORT[package] - {package})]
     assert wrong == []
 
 
-def test_models_know_no_ranks() -> None:
+def test_models_are_independent_of_ranks() -> None:
     for path in (SOURCE / "models").glob("*.py"):
         assert "torch.distributed" not in path.read_text(encoding="utf-8"), path.name
 
 
 def test_light_imports_leave_torch_out() -> None:
-    """Planning, faults and --help start quickly because these rooms load no torch. One process asks for all of them."""
+    """Planning, validation and --help start quickly: these modules import no torch, checked in one process."""
     names = (*WITHOUT_TORCH, *COSTS)
     loop = f"for name in {names!r}:\n    __import__(name)\n    assert 'torch' not in sys.modules, name"
     code = f"import sys\n{loop}"
