@@ -1,4 +1,4 @@
-"""`Plan`: a layout with what it is predicted to take, in seconds by cause and in bytes by category."""
+"""`Plan`: a scenario with its predicted seconds by cause and bytes by category."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from echelon.planning.cost.step_work import StepWork
 from echelon.planning.scenario import Scenario
 
 MAX_SIMULATED_ACTIONS = 4_000
-"""that a price may simulate; longer steps are simulated in part, and go on as they have begun"""
+"""simulated per plan; longer steps are simulated in part and extrapolated from their steady state"""
 NEGLIGIBLE_SECONDS = 1e-12
-"""seconds that are none"""
+"""shorter times are rounding errors"""
 STEADY_MICROBATCHES = 16
-"""microbatches after which every schedule repeats itself, or twice as many as there are ranks"""
+"""microbatches after which a schedule is in its steady state, or twice pp if that is more"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a layout is predicted to do."""
+    """A scenario and its predicted time and memory."""
 
     scenario: Scenario
     times: dict[str, float]
@@ -38,9 +38,9 @@ class Plan:
     memory: RankMemory
     """of the fullest rank"""
     bubble: float
-    """share of the pipeline's time in which ranks wait"""
+    """share of the pipeline's time that ranks wait"""
     spread: float
-    """four of five runs lie within this factor, up and down"""
+    """factor, up and down, within which four of five runs lie"""
     reasons: tuple[str, ...] = ()
 
     @property
@@ -65,7 +65,7 @@ class Plan:
 
     @property
     def runnable(self) -> bool:
-        """Today, by `train`."""
+        """Whether `train` runs it."""
         return self.scenario.runnable
 
     @property
@@ -74,20 +74,20 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        """Against the peak in 16 bits, of the devices in use."""
+        """Model FLOPs utilisation, of the 16-bit peak of the devices in use."""
         return self._utilisation(self.scenario.shape.train_flops(self.scenario.seq_len))
 
     @property
     def hfu(self) -> float:
-        """With what recomputation repeats."""
-        shape, seq_len, again = self.scenario.shape, self.scenario.seq_len, recompute_shares(self.scenario)
+        """Hardware FLOPs utilisation: with recomputed FLOPs."""
+        shape, seq_len, recompute = self.scenario.shape, self.scenario.seq_len, recompute_shares(self.scenario)
         layers = shape.flops(seq_len) - 2.0 * shape.head_parameters
         attention = sum(n * layer.attention.flops(seq_len) for layer, n in shape.layers if layer.attention)
-        more = float(again.layers * layers + again.attention * attention)
-        return self._utilisation(shape.train_flops(seq_len) + more)
+        recomputed = float(recompute.layers * layers + recompute.attention * attention)
+        return self._utilisation(shape.train_flops(seq_len) + recomputed)
 
     def _utilisation(self, flops: float) -> float:
-        """`flops` are executed per token."""
+        """Share of the peak that `flops` per token reach."""
         return flops * self.tokens_per_s / (self.scenario.cluster.device.peak("bf16") * self.layout.world)
 
     def to_json(self) -> dict[str, object]:
@@ -116,83 +116,83 @@ class Plan:
 
 
 def price(scenario: Scenario, c: Constants = FITTED_CONSTANTS) -> Plan:
-    """The plan of one scenario, its pipeline simulated."""
+    """Predict one scenario, its pipeline simulated."""
     work, c = count_work(scenario), constants_for(scenario, c)
-    seconds = step_times(work, c)
-    found = {field.name: scenario.correction * float(getattr(seconds, field.name)) for field in fields(StepTimes)}
+    predicted = step_times(work, c)
+    times = {field.name: scenario.correction * float(getattr(predicted, field.name)) for field in fields(StepTimes)}
     bubble = 0.0
     if scenario.layout.pp > 1:
         duration, bubble = _simulate_pipeline(scenario, work, c)
-        # The schedule itself says what waiting for other stages, and for the fullest of them, comes to.
-        waits = ("imbalance", "bubble", "pp")
         head = 3 * float(microbatch_time(work, c).head) * scenario.layout.accumulate / scenario.layout.pp
-        found["head"] = scenario.correction * head
-        computed = sum(found[name] for name in STAGE_CAUSES)
-        found |= dict.fromkeys(waits, 0.0)
-        found["bubble"] = duration - computed
-    spread = math.exp(c.spread_experts if scenario.shape.experts else c.spread)
+        times["head"] = scenario.correction * head
+        computed = sum(times[name] for name in STAGE_CAUSES)
+        # The simulated bubble includes waiting for the slowest stage and for p2p transfers.
+        times |= {"imbalance": 0.0, "bubble": duration - computed, "pp": 0.0}
     return Plan(
         scenario=scenario,
-        times={name: seconds for name, seconds in found.items() if abs(seconds) > NEGLIGIBLE_SECONDS},
+        times={name: seconds for name, seconds in times.items() if abs(seconds) > NEGLIGIBLE_SECONDS},
         memory=peak_memory(scenario, c),
         bubble=bubble,
-        spread=spread,
+        spread=math.exp(c.spread_experts if scenario.shape.experts else c.spread),
     )
 
 
 STAGE_CAUSES = ("products", "attention", "passing", "launches", "head", "recompute", "tp", "ep", "cp")
-"""causes that stages spend their actions on"""
+"""causes that the actions of stages consist of"""
 
 
 def action_durations(scenario: Scenario, work: StepWork, c: Constants = FITTED_CONSTANTS) -> Durations:
     """Seconds of every action of every stage."""
     m = microbatch_time(work, c)
     shares = [scenario.correction * share for share in layer_shares(scenario)]
-    again = float(recompute_time(work, m))
-    # Of the tensor-parallel messages of a layer two are forward, two backward, and two are repeated.
-    ahead = 2 / (4 + 2 * float(work.microbatch.recompute.layers))
-    sent = float(m.tp + m.ep + m.cp)
-    forward = float(m.forward) + ahead * sent
-    weights = float(m.weight_grad)
-    inputs = float(m.backward) - weights + again + (1 - ahead) * sent
+    # A layer has two tp collectives in forward, two in backward, and two for recomputation.
+    forward_share = 2 / (4 + 2 * float(work.microbatch.recompute.layers))
+    communication = float(m.tp + m.ep + m.cp)
+    forward = float(m.forward) + forward_share * communication
+    weight_grad = float(m.weight_grad)
+    recompute = float(recompute_time(work, m))
+    input_grad = float(m.backward) - weight_grad + recompute + (1 - forward_share) * communication
     last, head = len(shares) - 1, scenario.correction * float(m.head)
+
+    def per_stage(seconds: float) -> tuple[float, ...]:
+        return tuple(share * seconds + head * (stage == last) for stage, share in enumerate(shares))
+
     return Durations(
-        forward=tuple(share * forward + head * (stage == last) for stage, share in enumerate(shares)),
-        input_grad=tuple(share * inputs + head * (stage == last) for stage, share in enumerate(shares)),
-        weight_grad=tuple(share * weights + head * (stage == last) for stage, share in enumerate(shares)),
+        forward=per_stage(forward),
+        input_grad=per_stage(input_grad),
+        weight_grad=per_stage(weight_grad),
         send_forward=scenario.correction * float(m.pp),
         send_backward=scenario.correction * float(m.pp),
     )
 
 
 def layer_shares(scenario: Scenario) -> list[float]:
-    """Of every stage, its share of the layers: equal where they divide, else the last stages have fewer."""
+    """Each stage's share of the layers: equal if pp divides them, else the last stages have fewer."""
     stages, layers = scenario.layout.pp * scenario.layout.vpp, scenario.shape.num_layers
     each, rest = divmod(layers, stages)
     return [(each + (stage < rest)) / layers for stage in range(stages)]
 
 
 def step_timeline(scenario: Scenario, c: Constants = FITTED_CONSTANTS, *, microbatches: int = 0) -> Timeline:
-    """A step, action by action; or one of fewer microbatches."""
+    """Simulate a step, action by action; or one of fewer microbatches."""
     layout = scenario.layout
     schedule = make_schedule(layout.schedule, layout.pp, microbatches or layout.accumulate, chunks=layout.vpp)
     return simulate(schedule, action_durations(scenario, count_work(scenario), constants_for(scenario, c)))
 
 
 def _simulate_pipeline(scenario: Scenario, work: StepWork, c: Constants) -> tuple[float, float]:
-    """(seconds of a step's passes, share of them in which ranks wait)."""
+    """Return (seconds of a step's passes, share of them that ranks wait)."""
     layout = scenario.layout
-    seconds = action_durations(scenario, work, c)
+    durations = action_durations(scenario, work, c)
     family = FAMILIES.get(layout.schedule)
     chunks = layout.vpp if family is not None and family.chunks is None else 0
 
-    def run(count: int) -> tuple[float, float]:
+    def run(microbatches: int) -> tuple[float, float]:
         if family is not None:
-            return _cached_simulation(layout.schedule, layout.pp, count, chunks, seconds)
-        found = simulate(
-            make_schedule(layout.schedule, layout.pp, count, chunks=chunks), seconds
-        )  # a file, which may change
-        return found.duration, found.bubble
+            return _cached_simulation(layout.schedule, layout.pp, microbatches, chunks, durations)
+        schedule = make_schedule(layout.schedule, layout.pp, microbatches, chunks=chunks)  # a file, which may change
+        timeline = simulate(schedule, durations)
+        return timeline.duration, timeline.bubble
 
     first = -(-max(STEADY_MICROBATCHES, 2 * layout.pp) // layout.pp) * layout.pp
     second = first + layout.pp
@@ -200,45 +200,46 @@ def _simulate_pipeline(scenario: Scenario, work: StepWork, c: Constants) -> tupl
         return run(layout.accumulate)
     short, longer = run(first)[0], run(second)[0]
     duration = longer + (layout.accumulate - second) * (longer - short) / (second - first)
-    busy = layout.accumulate * _busy_seconds(seconds) / layout.pp
+    busy = layout.accumulate * _busy_seconds(durations) / layout.pp
     return duration, max(0.0, 1 - busy / duration)
 
 
 @lru_cache(maxsize=512)
 def _cached_simulation(
-    schedule: str, ranks: int, microbatches: int, chunks: int, seconds: Durations
+    schedule: str, ranks: int, microbatches: int, chunks: int, durations: Durations
 ) -> tuple[float, float]:
-    """(seconds, bubble). Many layouts of a search have stages that take as long: zero changes nothing here."""
-    found = simulate(_cached_schedule(schedule, ranks, microbatches, chunks=chunks), seconds)
-    return found.duration, found.bubble
+    """Return (seconds, bubble). Many layouts of a search have the same durations: zero does not change them."""
+    timeline = simulate(_cached_schedule(schedule, ranks, microbatches, chunks=chunks), durations)
+    return timeline.duration, timeline.bubble
 
 
 _cached_schedule = lru_cache(maxsize=32)(make_schedule)
 
 
-def _busy_seconds(seconds: Durations) -> float:
-    """Of all stages, on one microbatch."""
-    parts = (seconds.forward, seconds.input_grad, seconds.weight_grad)
-    return sum(sum(part) if isinstance(part, tuple) else part for part in parts)
+def _busy_seconds(durations: Durations) -> float:
+    """Seconds of all stages on one microbatch."""
+    passes = (durations.forward, durations.input_grad, durations.weight_grad)
+    return sum(sum(seconds) if isinstance(seconds, tuple) else seconds for seconds in passes)
 
 
 def memory_by_stage(scenario: Scenario, c: Constants = FITTED_CONSTANTS) -> list[RankMemory]:
-    """Of one rank of every stage: all ranks of a stage hold the same."""
+    """The memory of a rank of every stage."""
     c = constants_for(scenario, c)
     return [stage_memory(scenario, stage, c) for stage in range(scenario.layout.pp)]
 
 
 def memory_over_time(scenario: Scenario, rank: int, c: Constants = FITTED_CONSTANTS) -> list[tuple[float, float]]:
-    """(seconds, bytes) of a rank through the passes of a step."""
+    """Return (seconds, bytes) of a rank through the passes of a step."""
     c = constants_for(scenario, c)
-    found = stage_memory(scenario, rank, c)
-    still = found.total - found.parts.get("activations", 0)
+    memory = stage_memory(scenario, rank, c)
+    activations = memory.parts.get("activations", 0)
+    base = memory.total - activations
     if scenario.layout.pp == 1:
-        return [(0.0, still), (scenario.correction * float(step_times(count_work(scenario), c).total), found.total)]
-    line = step_timeline(scenario, c)
-    in_flight = max(1, line.in_flight[rank])
-    each = found.parts.get("activations", 0) / in_flight
-    return [(second, still + size) for second, size in line.memory_over_time(rank, each)]
+        seconds = scenario.correction * float(step_times(count_work(scenario), c).total)
+        return [(0.0, base), (seconds, memory.total)]
+    timeline = step_timeline(scenario, c)
+    per_microbatch = activations / max(1, timeline.in_flight[rank])
+    return [(second, base + size) for second, size in timeline.memory_over_time(rank, per_microbatch)]
 
 
 def with_layout_keys(scenario: Scenario, **keys: int | str) -> Scenario:

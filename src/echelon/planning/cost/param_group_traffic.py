@@ -31,11 +31,11 @@ def param_groups(scenario: Scenario, stage: int) -> list[tuple[ParamGroupSpec, f
     groups: list[tuple[ParamGroupSpec, float]] = []
     for layer, n in shape.layers:
         count = n * max_layer_share(scenario)
-        groups.append((_param_group(layer.name, dense_parameters(layer, layout), num_shards), count))
+        groups.append((param_group(layer.name, dense_parameters(layer, layout), num_shards), count))
         if layer.is_moe:
             experts = math.ceil(layer.expert_parameters / (layout.ep * layout.etp))
             expert_shards = data_parallel_ranks(scenario, EXPERT_GROUP) if layout.zero else 1
-            groups.append((_param_group(EXPERT_GROUP, experts, expert_shards), count))
+            groups.append((param_group(EXPERT_GROUP, experts, expert_shards), count))
     outside = 0
     if stage == 0:
         outside += shape.embedding_parameters
@@ -43,7 +43,7 @@ def param_groups(scenario: Scenario, stage: int) -> list[tuple[ParamGroupSpec, f
         outside += shape.other_parameters + (0 if shape.tied and layout.pp == 1 else shape.head_parameters)
     if outside:
         numel = math.ceil(outside / tp_grid_cost.num_weight_shards(layout))
-        groups.append((_param_group(OUTSIDE_GROUP, numel, num_shards), 1))
+        groups.append((param_group(OUTSIDE_GROUP, numel, num_shards), 1))
     return groups
 
 
@@ -60,7 +60,7 @@ def dense_parameters(layer: LayerShape, layout: Layout) -> int:
     return vectors + sum(-(-count // ranks) if is_split else count for count, is_split in layer.dense_matmuls)
 
 
-def _param_group(name: str, numel: int, num_shards: int) -> ParamGroupSpec:
+def param_group(name: str, numel: int, num_shards: int) -> ParamGroupSpec:
     return ParamGroupSpec(
         name=name, params=(LogicalParam(name=name, names=(name,), shape=(numel,)),), num_shards=num_shards
     )

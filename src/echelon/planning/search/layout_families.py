@@ -1,6 +1,6 @@
-"""Every layout that can be: `Wish`, what is asked, and the families of layouts that answer it.
+"""Every layout that a request admits, in families that do the same work on every microbatch.
 
-Layouts of a family do the same work on every microbatch: they differ in dp, pp, zero and schedule alone.
+Layouts of a family differ in dp, pp, zero and schedule alone.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ from echelon.layout import Layout
 from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.layout.rules import head_parallel_size
 from echelon.planning.cost.expert_traffic import choose_ep_inner
-from echelon.planning.model.model_shape import AttentionShape
 from echelon.planning.scenario import PlanRequest
 
 MAX_VPP = 8
 MAX_MICROBATCH = 16
 MIN_DEVICE_SHARE = 0.7
-"""share of the devices that a layout must use, where all of them cannot be divided"""
+"""share of the devices that a layout must use, if it cannot use all"""
 NUM_SMALLER_WORLDS = 3
-"""numbers of devices below all of them that are tried"""
+"""world sizes below all devices that the search tries"""
 MIN_CP_TOKENS, MIN_CP_TOKENS_FEW_SEQUENCES = 8192, 1024
-"""tokens of a slice of a sequence, at least: context parallelism is for long ones. And where there are fewer sequences
-than devices, so that something else must be divided"""
+"""tokens of a sequence on a cp rank, at least: cp is for long sequences; and if there are fewer sequences than devices,
+so that something else must be divided"""
 MIN_GRID_TP = 16
-"""ranks of tp from which on grids are tried: of fewer, flat tp with sequence parallelism moves less"""
+"""tp from which the search tries grids: below it, 1d with sequence parallelism moves less"""
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -53,7 +52,7 @@ class LayoutFamily:
 
 @dataclass(frozen=True, order=True)
 class LayoutBranch:
-    """Those of a family that have one pipeline over so many devices: they differ in zero and schedule alone."""
+    """The layouts of a family with the same pp and dp: they differ in zero and schedule alone."""
 
     family: LayoutFamily
     pp: int
@@ -66,52 +65,52 @@ class LayoutBranch:
 
 
 def all_layouts(request: PlanRequest) -> Iterator[Layout]:
-    """Every layout that divides the model, the devices and the batch, with what is fixed."""
-    for family, found in layout_branches(request).items():
-        for branch in found:
+    """Yield every layout that divides the model, the devices and the batch, with the fixed keys."""
+    for family, branches in layout_branches(request).items():
+        for branch in branches:
             yield from branch_layouts(request, branch, asdict(family))
 
 
 def layout_branches(request: PlanRequest) -> dict[LayoutFamily, list[LayoutBranch]]:
-    """Every family with its branches."""
-    found: dict[LayoutFamily, list[LayoutBranch]] = {}
+    """Return every family with its branches."""
+    branches: dict[LayoutFamily, list[LayoutBranch]] = {}
     for world in _world_sizes(request):
         for tp, cp in _tp_cp_degrees(request, world):
             for family in _families(request, world, tp, cp):
-                found.setdefault(family, []).extend(_pipelines(request, family, world))
-    return found
+                branches.setdefault(family, []).extend(_pipelines(request, family, world))
+    return branches
 
 
 def _families(request: PlanRequest, world: int, tp: int, cp: int) -> Iterator[LayoutFamily]:
     fixed = request.fixed
-    sizes = [int(fixed["microbatch"])] if "microbatch" in fixed else range(1, MAX_MICROBATCH + 1)
-    # What `ops` makes again is counted for our own models; others are tried with it where that is asked for.
-    scenario = request.scenario(Layout())
-    # Compression cannot pack what `ops` holds to repeat operators from.
-    recomputes = [
-        "none",
-        *(["ops"] if scenario.has_counted_layers and not scenario.memory_options.compresses else []),
-        "full",
-    ]
-    # Kernels that write no scores out leave next to nothing to save.
-    recomputes += ["selective"] if scenario.materializes_scores else []
-    if "recompute" in fixed:
-        recomputes = [str(fixed["recompute"])]
-    kinds = product(_ep_degrees(request, world), sizes, recomputes, tp_kinds(request, tp), cp_kinds(request, tp, cp))
-    for (ep, ep_inner), size, recompute, (tp_kind, depth), (cp_kind, ulysses) in kinds:
-        if not request.batch % size:
+    microbatches = [int(fixed["microbatch"])] if "microbatch" in fixed else range(1, MAX_MICROBATCH + 1)
+    recomputes = [str(fixed["recompute"])] if "recompute" in fixed else _recompute_policies(request)
+    choices = product(
+        _ep_degrees(request, world), microbatches, recomputes, tp_kinds(request, tp), cp_kinds(request, tp, cp)
+    )
+    for (ep, ep_inner), microbatch, recompute, (tp_kind, depth), (cp_kind, ulysses) in choices:
+        if not request.batch % microbatch:
             yield LayoutFamily(
                 tp=tp,
                 cp=cp,
                 ep=ep,
                 ep_inner=ep_inner,
-                microbatch=size,
+                microbatch=microbatch,
                 recompute=recompute,
                 tp_kind=tp_kind,
                 depth=depth,
                 cp_kind=cp_kind,
                 ulysses=ulysses,
             )
+
+
+def _recompute_policies(request: PlanRequest) -> list[str]:
+    policies = ["none", "full"]
+    # What `ops` saves is counted for Echelon's models alone, and compression cannot compress what it recomputes from.
+    if request.has_counted_layers and not request.memory_options.compresses:
+        policies.insert(1, "ops")
+    # Without materialized scores `selective` saves next to nothing.
+    return [*policies, "selective"] if request.scenario(Layout()).materializes_scores else policies
 
 
 def _pipelines(request: PlanRequest, family: LayoutFamily, world: int) -> Iterator[LayoutBranch]:
@@ -121,13 +120,13 @@ def _pipelines(request: PlanRequest, family: LayoutFamily, world: int) -> Iterat
         if rest or per_rank % family.microbatch or pp > request.shape.num_layers:
             continue
         branch = LayoutBranch(family, pp, ranks // pp, per_rank // family.microbatch)
-        asked = {"pp": pp, "dp": branch.dp, "accumulate": branch.accumulate}
-        if not world // pp % family.ep and all(request.fixed.get(key, value) == value for key, value in asked.items()):
+        keys = {"pp": pp, "dp": branch.dp, "accumulate": branch.accumulate}
+        if not world // pp % family.ep and all(request.fixed.get(key, value) == value for key, value in keys.items()):
             yield branch
 
 
 def branch_layouts(request: PlanRequest, branch: LayoutBranch, keys: Mapping[str, Any]) -> Iterator[Layout]:
-    """The layouts of a branch, whose family has these keys."""
+    """Yield the layouts of a branch, whose family has these keys."""
     fixed, pp, dp = request.fixed, branch.pp, branch.dp
     keys = {**fixed, **keys, "dp": dp, "pp": pp, "accumulate": branch.accumulate}
     for schedule, zero in product(_schedule_options(request, pp), _zero_options(request, dp, branch.family, pp)):
@@ -141,19 +140,19 @@ def branch_layouts(request: PlanRequest, branch: LayoutBranch, keys: Mapping[str
 
 
 def _world_sizes(request: PlanRequest) -> list[int]:
-    """Numbers of devices to use: all, or fewer of those that divide in the most ways, where some must be left over."""
+    """World sizes to try: all devices, and smaller numbers with the most divisors."""
     devices, per_node = request.cluster.devices, request.cluster.per_node
     if request.objective != "time":
-        part = [n for n in _divisors(per_node) if n < devices]
-        whole = [n * per_node for n in range(1, devices // per_node + 1) if _is_smooth(n)]
-        return sorted({*part, *whole, devices})
+        within_node = [n for n in _divisors(per_node) if n < devices]
+        full_nodes = [n * per_node for n in range(1, devices // per_node + 1) if _is_smooth(n)]
+        return sorted({*within_node, *full_nodes, devices})
     step = 1 if devices <= 4 * per_node else per_node
     fewer = [n for n in range(max(1, int(MIN_DEVICE_SHARE * devices)), devices) if not n % step]
     return [devices, *sorted(fewer, key=lambda n: (-len(_divisors(n)), -n))[:NUM_SMALLER_WORLDS]]
 
 
 def _tp_cp_degrees(request: PlanRequest, world: int) -> Iterator[tuple[int, int]]:
-    """(tp, cp)."""
+    """Yield (tp, cp)."""
     widest = max(request.cluster.per_node, int(request.fixed.get("tp", 1)))
     for tp in _divisors(world):
         if tp <= widest:
@@ -161,44 +160,45 @@ def _tp_cp_degrees(request: PlanRequest, world: int) -> Iterator[tuple[int, int]
 
 
 def can_split_sequence(request: PlanRequest, cp: int) -> bool:
-    """Sequences can be cut into so many slices, evenly, and slices are long enough."""
+    """Whether cp divides the sequences evenly into slices that are long enough."""
     if cp == 1:
         return True
-    asked = request.plan_only or "cp" in request.fixed
-    least = MIN_CP_TOKENS_FEW_SEQUENCES if asked or request.batch < request.cluster.devices else MIN_CP_TOKENS
-    return (request.shape.supports_cp or asked) and request.seq_len % (2 * cp) == 0 and request.seq_len >= cp * least
+    requested = request.plan_only or "cp" in request.fixed
+    few_sequences = requested or request.batch < request.cluster.devices
+    min_tokens = MIN_CP_TOKENS_FEW_SEQUENCES if few_sequences else MIN_CP_TOKENS
+    is_supported = request.shape.supports_cp or requested
+    return is_supported and request.seq_len % (2 * cp) == 0 and request.seq_len >= cp * min_tokens
 
 
 def tp_kinds(request: PlanRequest, tp: int) -> list[tuple[str, int]]:
-    """(tp_kind, depth) of tp ranks that divide the model's heads: flat, and grids where there are enough ranks."""
-    fixed, sides = request.fixed, [("1d", 1)]
+    """Return (tp_kind, depth) that divide the model's heads: 1d, and grids if there are enough ranks."""
+    fixed, attention = request.fixed, request.shape.attention
+    kinds = [("1d", 1)]
     if not request.shape.experts and (tp >= MIN_GRID_TP or "tp_kind" in fixed):
-        sides += [("2d", 1), *(("2.5d", depth) for depth in _divisors(tp) if depth > 1), ("3d", 1)]
-    attention = _model_attention(request)
-    found = []
-    for kind, depth in sides:
-        side = head_parallel_size(Layout(tp=tp, tp_kind=kind, depth=depth))
-        heads = attention is None or (side is not None and _divides_heads(attention.heads, attention.kv_heads, side))
-        asked = fixed.get("tp_kind", kind) == kind and fixed.get("depth", depth) == depth
-        if asked and side is not None and heads and (tp > 1 or kind == "1d"):
-            found.append((kind, depth))
-    return found
+        kinds += [("2d", 1), *(("2.5d", depth) for depth in _divisors(tp) if depth > 1), ("3d", 1)]
+
+    def is_possible(kind: str, depth: int) -> bool:
+        if fixed.get("tp_kind", kind) != kind or fixed.get("depth", depth) != depth or (tp == 1 and kind != "1d"):
+            return False
+        ranks = head_parallel_size(Layout(tp=tp, tp_kind=kind, depth=depth))
+        if ranks is None:
+            return False
+        return attention is None or _divides_heads(attention.heads, attention.kv_heads, ranks)
+
+    return [(kind, depth) for kind, depth in kinds if is_possible(kind, depth)]
 
 
 def cp_kinds(request: PlanRequest, tp: int, cp: int) -> list[tuple[str, int]]:
-    """(cp_kind, ulysses) of cp ranks, each of which has the heads of a rank of tp."""
-    fixed, attention = request.fixed, _model_attention(request)
-    found = [("ring", 1)]
+    """Return (cp_kind, ulysses) of cp ranks, each with the heads of a tp rank."""
+    fixed, attention = request.fixed, request.shape.attention
+    kinds = [("ring", 1)]
     if cp > 1 and attention is not None:
-        heads, near = attention.heads // tp, max(2, request.cluster.per_node // tp)
-        inner = [n for n in _divisors(cp) if 1 < n < cp and n <= max(near, int(fixed.get("ulysses", 1)))]
-        every = [("gather", 1), ("ulysses", cp), *(("ring-ulysses", n) for n in inner)]
-        found += [(kind, n) for kind, n in every if heads % n == 0]
-    return [(kind, n) for kind, n in found if fixed.get("cp_kind", kind) == kind and fixed.get("ulysses", n) == n]
-
-
-def _model_attention(request: PlanRequest) -> AttentionShape | None:
-    return request.shape.attention
+        heads, ranks_per_node = attention.heads // tp, max(2, request.cluster.per_node // tp)
+        max_ulysses = max(ranks_per_node, int(fixed.get("ulysses", 1)))
+        degrees = [n for n in _divisors(cp) if 1 < n < cp and n <= max_ulysses]
+        others = [("gather", 1), ("ulysses", cp), *(("ring-ulysses", n) for n in degrees)]
+        kinds += [(kind, n) for kind, n in others if heads % n == 0]
+    return [(kind, n) for kind, n in kinds if fixed.get("cp_kind", kind) == kind and fixed.get("ulysses", n) == n]
 
 
 def _divides_heads(heads: int, kv_heads: int, tp: int) -> bool:
@@ -208,37 +208,37 @@ def _divides_heads(heads: int, kv_heads: int, tp: int) -> bool:
 def _schedule_options(request: PlanRequest, pp: int) -> list[dict[str, int | str]]:
     if pp == 1:
         return [{}]
-    layers, wanted = request.shape.num_layers, request.fixed.get("schedule", "")
-    found: list[dict[str, int | str]] = [{"schedule": "1f1b"}, {"schedule": "zb-h1"}]
-    found += [
+    layers, fixed = request.shape.num_layers, request.fixed.get("schedule", "")
+    options: list[dict[str, int | str]] = [{"schedule": "1f1b"}, {"schedule": "zb-h1"}]
+    options += [
         {"schedule": "interleaved", "vpp": chunks} for chunks in range(2, MAX_VPP + 1) if not layers % (pp * chunks)
     ]
     if 2 * pp <= layers:
-        found += [{"schedule": "zb-v"}, {"schedule": "dualpipe-v"}]
-    if wanted and wanted not in {one["schedule"] for one in found}:
-        found.append({"schedule": wanted})  # other schedules change the mathematics, or never win: only when asked
-    return found
+        options += [{"schedule": "zb-v"}, {"schedule": "dualpipe-v"}]
+    if fixed and fixed not in {option["schedule"] for option in options}:
+        options.append({"schedule": fixed})  # other schedules change the mathematics, or never win
+    return options
 
 
 def _zero_options(request: PlanRequest, dp: int, family: LayoutFamily, pp: int) -> list[dict[str, int]]:
-    """Ranks of cp divide states too."""
+    """ZeRO stages, and HSDP inside a node; cp ranks shard states too."""
     if dp * family.cp == 1:
         return [{"zero": 1 if pp > 1 else 0}]
-    near = request.cluster.per_node // (family.tp * family.cp)
-    inside = [{"zero": 3, "shard": near}] if 1 < near < dp and not dp % near else []
-    return [{"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3}, *inside]
+    in_node = request.cluster.per_node // (family.tp * family.cp)
+    hsdp = [{"zero": 3, "shard": in_node}] if 1 < in_node < dp and not dp % in_node else []
+    return [{"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3}, *hsdp]
 
 
 def _ep_degrees(request: PlanRequest, world: int) -> list[tuple[int, int]]:
-    """(ep, ep_inner)."""
+    """Return (ep, ep_inner)."""
     shape, cluster = request.shape, request.cluster
-    found = [ep for ep in _divisors(world) if not shape.experts % ep] if shape.experts else [1]
-    asked = request.fixed.get("ep_inner")
-    return [(ep, choose_ep_inner(cluster, ep, shape.top_k) if asked is None else int(asked)) for ep in found]
+    degrees = [ep for ep in _divisors(world) if not shape.experts % ep] if shape.experts else [1]
+    fixed = request.fixed.get("ep_inner")
+    return [(ep, choose_ep_inner(cluster, ep, shape.top_k) if fixed is None else int(fixed)) for ep in degrees]
 
 
 def _is_smooth(number: int) -> bool:
-    """It has no prime factor but 2 and 3: numbers of nodes that divide well."""
+    """Whether it has no prime factors but 2 and 3."""
     for prime in (2, 3):
         while not number % prime:
             number //= prime

@@ -1,23 +1,23 @@
-"""From a model and a cluster to plans, best first: every layout of the grammar that can be, priced and ranked.
+"""The search: from a request to plans, best first, over every layout of the grammar that divides model and cluster.
 
-[Note: nothing that could win is left out]
+[Note: an exhaustive search]
 
-Layouts that do the same work on every microbatch are a family, and those of them that have one pipeline over as many
-devices a branch of it: they differ in zero and schedule alone. However it is scheduled, its work has to be done, so a
-branch has a bound (bounds.py): all of its work, spread evenly, with the least bubble and no message of gradients.
+Layouts that do the same work on every microbatch are a family; those of them with the same pp over the same number of
+devices are a branch, and differ in zero and schedule alone. Whatever the schedule, a branch's work has to be done. So
+it has a lower bound (bounds.py): its work, spread evenly, with the least bubble and no gradient reduction.
 
-1. Branches are sorted by their bounds. The first ones are opened until enough layouts fit that are faster than the next
-   bound: no layout of a branch that stays closed can be among the best.
-2. Of an open branch, layouts are dropped whose states and activations, at their least, are more than the memory. The
-   others are priced by formula, and those that are fast enough are asked for their memory.
+1. Branches are sorted by their bounds and opened in that order, until enough layouts fit that are faster than the next
+   bound: no layout of a closed branch can be among the best.
+2. In an open branch, layouts whose least states and activations exceed the memory are dropped. The others are timed by
+   formula, and the memory of those that are fast enough is computed.
 3. The best are priced again by simulating their schedules, and sorted.
 
-Where repeating each layer by itself (recompute=full) does not fit, several are repeated at once (every:N), which takes
-as long: so these need no families of their own. The best are then tried with a budget, which repeats no more layers
-than it must (variants.py). Where nothing fits, the first kind of offload is searched with which something does, and
-the best are tried with the others.
+If recomputing single layers (recompute=full) does not fit, several are recomputed at once (every:N), which takes as
+long: so these need no families. The best are then tried with a budget, which recomputes no more layers than it must
+(memory_variants.py). If nothing fits, the search uses the first kind of offload with which something does, and tries
+the others on the best.
 
-The same question has the same answer: nothing depends on chance or on time.
+The search is deterministic.
 """
 
 from __future__ import annotations
@@ -43,139 +43,135 @@ from echelon.planning.search.layout_families import LayoutBranch, all_layouts, b
 from echelon.planning.search.memory_variants import OFFLOAD_OPTIONS, memory_variants, with_segments
 
 MIN_FINALISTS = 48
-"""that are simulated, at least: where layers do not divide, the formula is up to a tenth off"""
+"""layouts that are simulated, at least: with uneven stages the formula is up to a tenth off"""
 NUM_BUDGET_TRIALS = 12
-"""of the best, those that are tried with a budget"""
+"""layouts, of the best, that are tried with a budget"""
 MIN_BUDGET_GAIN = 0.01
-"""share by which a budget must be faster than the best other way to recompute in the same layout, to be told"""
+"""share by which a budget must beat the other recompute policies in the same layout"""
 RatedScenario = tuple[float, str, Scenario]
-"""what the objective asks to be small, the layout's text, the scenario"""
+"""(objective, the layout's text, the scenario)"""
 
 
 def search_plans(request: PlanRequest, *, top: int = 10, c: Constants = FITTED_CONSTANTS) -> list[Plan]:
-    """The best plans that fit; none where nothing does. See [Note: nothing that could win is left out]."""
-    if len({part.device.name for part in request.cluster.node_groups}) > 1:
+    """Find the best plans that fit, if any. See [Note: an exhaustive search]."""
+    if len({group.device.name for group in request.cluster.node_groups}) > 1:
         return _search_mixed_cluster(request, top, c)
-    found = _search(request, request, top, c)
-    kind = "" if found else next(_offload_that_fits(request, c), "")
-    return _search(request, replace(request, fixed={**request.fixed, "offload": kind}), top, c) if kind else found
+    plans = _search(request, request, top, c)
+    offload = "" if plans else _offload_that_fits(request, c)
+    if not offload:
+        return plans
+    return _search(request, replace(request, fixed={**request.fixed, "offload": offload}), top, c)
 
 
-def _offload_that_fits(request: PlanRequest, c: Constants) -> Iterator[str]:
-    """What may leave the devices for something to fit; nothing where that does not help, or is fixed."""
+def _offload_that_fits(request: PlanRequest, c: Constants) -> str:
+    """The first kind of offload with which something fits; empty if none does or the request fixes it."""
     least = None if "offload" in request.fixed else least_memory_plan(request, c)
     if least is None or not least.scenario.on_gpu:
-        return
-    for kind in OFFLOAD_OPTIONS:
-        scenario = replace(least.scenario, layout=replace(least.scenario.layout, offload=kind))
+        return ""
+    for offload in OFFLOAD_OPTIONS:
+        scenario = replace(least.scenario, layout=replace(least.scenario.layout, offload=offload))
         if scenario.is_compatible and _is_legal(request, scenario.layout) and fits(scenario, c):
-            yield kind
+            return offload
+    return ""
 
 
-def _search(request: PlanRequest, asked: PlanRequest, top: int, c: Constants) -> list[Plan]:
-    """What is asked fixes more than what is wished: the best are tried with other kinds of that too."""
-    c, enough = constants_for(request.scenario(Layout()), c), max(MIN_FINALISTS, 2 * top)
+def _search(request: PlanRequest, narrowed: PlanRequest, top: int, c: Constants) -> list[Plan]:
+    """Search the layouts of a request with more keys fixed; try variants of these keys on the best."""
+    c, num_finalists = constants_for(request.scenario(Layout()), c), max(MIN_FINALISTS, 2 * top)
     best: list[RatedScenario] = []
-    for bound in branch_bounds(asked, c):
-        if len(best) == enough and bound.objective > best[-1][0]:
+    for bound in branch_bounds(narrowed, c):
+        if len(best) == num_finalists and bound.objective > best[-1][0]:
             break
-        limit = best[-1][0] if len(best) == enough else math.inf
-        found = _fitting_scenarios(asked, bound.branch, bound.activation_bytes, c, limit)
-        best = sorted([*best, *found], key=lambda one: one[:2])[:enough]
-    best = _refine(request, best, c, enough)
-    plans = [price(scenario, c) for _, _, scenario in best]
+        limit = best[-1][0] if len(best) == num_finalists else math.inf
+        fitting = _fitting_scenarios(narrowed, bound.branch, bound.activation_bytes, c, limit)
+        best = sorted([*best, *fitting], key=lambda rated: rated[:2])[:num_finalists]
+    plans = [price(scenario, c) for _, _, scenario in _refine(request, best, c, num_finalists)]
     plans.sort(key=lambda plan: (plan_objective(request, plan), str(plan.layout)))
     return plans[:top]
 
 
 def _search_mixed_cluster(request: PlanRequest, top: int, c: Constants) -> list[Plan]:
-    """Of a cluster of several kinds: on all of it, as fast as its slowest, or on the devices of one kind alone."""
-    kinds = {part.device.name: part.device for part in request.cluster.node_groups}
+    """Search a cluster of several device kinds: all of it, at the speed of its slowest, or one kind alone."""
+    cluster = request.cluster
+    kinds = {group.device.name: group.device for group in cluster.node_groups}
     slowest = replace(
-        request.cluster,
-        node_groups=tuple(replace(p, device=request.cluster.device) for p in request.cluster.node_groups),
+        cluster, node_groups=tuple(replace(group, device=cluster.device) for group in cluster.node_groups)
     )
     alone = [
         replace(
-            request.cluster,
-            node_groups=tuple(part for part in request.cluster.node_groups if part.device.name == name),
+            cluster,
+            node_groups=tuple(group for group in cluster.node_groups if group.device.name == name),
             intra_node=device.intra_node,
             inter_node=device.inter_node,
         )
         for name, device in kinds.items()
     ]
-    found = [
-        plan for cluster in (slowest, *alone) for plan in search_plans(replace(request, cluster=cluster), top=top, c=c)
-    ]
-    return sorted(found, key=lambda plan: (plan_objective(request, plan), str(plan.layout)))[:top]
+    plans = [plan for some in (slowest, *alone) for plan in search_plans(replace(request, cluster=some), top=top, c=c)]
+    return sorted(plans, key=lambda plan: (plan_objective(request, plan), str(plan.layout)))[:top]
 
 
-def _refine(request: PlanRequest, best: list[RatedScenario], c: Constants, enough: int) -> list[RatedScenario]:
-    """With other kinds of what the best are.
-
-    These are tried on the best layouts only: together with all others they would be too many to list.
-    """
-    found = {text: (rated, text, scenario) for rated, text, scenario in best}
-    alike: dict[Layout, float] = {}
-    for rated, _, scenario in reversed(best):
-        alike[replace(scenario.layout, recompute="none")] = rated
-    for number, (_, _, scenario) in enumerate(best):
-        before = alike[replace(scenario.layout, recompute="none")]
-        for other in memory_variants(request, scenario, c, budget=number < NUM_BUDGET_TRIALS):
-            text = str(other.layout)
-            if text in found or not _is_legal(request, other.layout) or not fits(other, c):
+def _refine(request: PlanRequest, best: list[RatedScenario], c: Constants, num_finalists: int) -> list[RatedScenario]:
+    """Add variants of the best layouts; those of all layouts would be too many."""
+    refined = {text: (objective, text, scenario) for objective, text, scenario in best}
+    best_of_layout: dict[Layout, float] = {}
+    for objective, _, scenario in reversed(best):
+        best_of_layout[replace(scenario.layout, recompute="none")] = objective
+    for rank, (_, _, scenario) in enumerate(best):
+        limit = best_of_layout[replace(scenario.layout, recompute="none")]
+        for variant in memory_variants(request, scenario, c, budget=rank < NUM_BUDGET_TRIALS):
+            text = str(variant.layout)
+            if text in refined or not _is_legal(request, variant.layout) or not fits(variant, c):
                 continue
-            rated = float(
-                objective_values(request, [other.layout.world], np.array([step_times(count_work(other), c).total]))[0]
-            )
-            if rated < (1 - MIN_BUDGET_GAIN) * before or "budget" not in text:
-                found[text] = (rated, text, other)
-    return sorted(found.values(), key=lambda one: one[:2])[:enough]
+            seconds = np.array([step_times(count_work(variant), c).total])
+            objective = float(objective_values(request, [variant.layout.world], seconds)[0])
+            if objective < (1 - MIN_BUDGET_GAIN) * limit or "budget" not in text:
+                refined[text] = (objective, text, variant)
+    return sorted(refined.values(), key=lambda rated: rated[:2])[:num_finalists]
 
 
 def _fitting_scenarios(
-    request: PlanRequest, branch: LayoutBranch, activations: float, c: Constants, limit: float
+    request: PlanRequest, branch: LayoutBranch, activation_bytes: float, c: Constants, limit: float
 ) -> Iterator[RatedScenario]:
-    """Those of a branch that fit, with what the objective asks to be small; none at or above the limit."""
+    """Yield the scenarios of a branch that fit and whose objective is below the limit."""
     scenarios = [
         request.scenario(layout)
         for layout in branch_layouts(request, branch, asdict(branch.family))
-        if min_memory_bytes(request, layout, activations) <= request.cluster.memory
+        if min_memory_bytes(request, layout, activation_bytes) <= request.cluster.memory
     ]
     # Most are too slow before parameters and gradients are sent: those need not be counted.
-    for once_a_step in (False, True):
+    for include_per_step in (False, True):
         if not scenarios:
             return
-        seconds = np.asarray(step_times(count_stacked_work(scenarios, include_per_step=once_a_step), c).total)
-        rated = objective_values(request, [branch.world] * len(scenarios), seconds)
-        found = [(r, scenario) for r, scenario in zip(rated.tolist(), scenarios, strict=True) if r < limit]
-        scenarios = [scenario for _, scenario in found]
-    for r, scenario in found:
+        work = count_stacked_work(scenarios, include_per_step=include_per_step)
+        seconds = np.asarray(step_times(work, c).total)
+        objectives = objective_values(request, [branch.world] * len(scenarios), seconds).tolist()
+        rated = [(value, one) for value, one in zip(objectives, scenarios, strict=True) if value < limit]
+        scenarios = [scenario for _, scenario in rated]
+    for objective, scenario in rated:
         if not _is_legal(request, scenario.layout):
             continue
         fitting = scenario if fits(scenario, c) else with_segments(request, scenario, c)
         if fitting is not None:
-            yield r, str(fitting.layout), fitting
+            yield objective, str(fitting.layout), fitting
 
 
 def _is_legal(request: PlanRequest, layout: Layout) -> bool:
-    """The layout breaks no rule of the grammar, of the model or of the batch."""
-    facts = LayoutConstraints(
+    """Whether the layout obeys the rules of the grammar, of the model and of the batch."""
+    constraints = LayoutConstraints(
         world=layout.world, batch=request.batch, seq_len=request.seq_len, model=RuleFacts(request.shape)
     )
-    return not find_violations(layout, facts)
+    return not find_violations(layout, constraints)
 
 
 def least_memory_plan(request: PlanRequest, c: Constants = FITTED_CONSTANTS) -> Plan | None:
-    """Where nothing fits: the plan that needs the least memory."""
-    # The least memory is where nothing that costs memory is chosen: small microbatches, full recomputation.
+    """The plan that needs the least memory, for requests that nothing fits."""
+    # Small microbatches and full recomputation need the least.
     lean: dict[str, int | str] = {"microbatch": 1, "recompute": "full", "schedule": "1f1b"}
-    asked = replace(request, fixed={**lean, **request.fixed})
-    scenarios = [request.scenario(layout) for layout in all_layouts(asked)] or [
-        request.scenario(layout) for layout in all_layouts(request)
-    ]
-    if not scenarios:
+    leanest = replace(request, fixed={**lean, **request.fixed})
+    layouts = list(all_layouts(leanest)) or list(all_layouts(request))
+    if not layouts:
         return None
+    scenarios = [request.scenario(layout) for layout in layouts]
     c = constants_for(scenarios[0], c)
     return price(min(scenarios, key=lambda scenario: (peak_memory(scenario, c).total, str(scenario.layout))), c)
 

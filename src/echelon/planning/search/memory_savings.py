@@ -1,7 +1,7 @@
-"""What each technique would save of a plan's memory, and what it would cost: one line for each.
+"""Memory that each technique would save of a plan, and the time it would cost.
 
-A technique is a scenario that differs in one thing. Both are priced, and the difference is told by category. A new
-technique is a line of TECHNIQUES.
+A technique changes one thing of a scenario. Both scenarios are priced, and their difference is reported by category. A
+new technique is a line of TECHNIQUES.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ SAVING_CATEGORIES = {
     "activations": ("activations", "working", "logits"),
     "buffers": ("buffers",),
 }
-"""what a technique saves, and the parts of a plan's memory that are counted there"""
+"""reported categories, and the categories of a plan's memory that each sums"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySaving:
-    """One technique, to the plan as it is."""
+    """What one technique saves and costs, relative to a plan."""
 
     technique: str
-    """the setting that asks for it"""
+    """the setting that enables it"""
     saved: Mapping[str, int]
-    """bytes by category, on the rank that is then the fullest; less than 0: it needs more"""
+    """bytes by category, on the rank that is then the fullest; negative if it needs more"""
     added_seconds: float
-    """that a step takes longer; less than 0: it is faster"""
+    """per step; negative if it is faster"""
     plan: Plan
-    """with it"""
+    """the plan with the technique"""
     training_effect: str
-    """what it changes in training beside speed; nothing, mostly"""
+    """how it changes training, besides speed; mostly empty"""
 
     @property
     def total(self) -> int:
@@ -63,20 +63,18 @@ class MemorySaving:
 
 
 ScenarioChange = Callable[[Scenario, Constants], Scenario | None]
-"""the scenario with a technique; none where it has it already, or it would do nothing"""
+"""returns the scenario with a technique; None if it has it already, or it would have no effect"""
 RULE_SPECIFIC_KEYS = ("betas", "eps", "momentum", "states")
-"""what another rule has values of its own for"""
+"""keys that another rule has defaults of its own for"""
 ROUNDED_VALUES = "values are rounded"
 OTHER_OPTIMIZER = "another rule"
 
 
 def _recompute(kind: str) -> ScenarioChange:
     def change(scenario: Scenario, c: Constants) -> Scenario | None:
-        return (
-            None
-            if kind == scenario.layout.recompute
-            else replace(scenario, layout=replace(scenario.layout, recompute=kind))
-        )
+        if kind == scenario.layout.recompute:
+            return None
+        return replace(scenario, layout=replace(scenario.layout, recompute=kind))
 
     return change
 
@@ -87,19 +85,15 @@ def _budget(scenario: Scenario, c: Constants) -> Scenario | None:
 
 def _optimizer(**keys: str | bool) -> ScenarioChange:
     def change(scenario: Scenario, c: Constants) -> Scenario | None:
-        now = scenario.optimizer or DefaultRule()
-        if all(getattr(now, key) == value for key, value in keys.items()):
+        rule = scenario.optimizer or DefaultRule()
+        if all(getattr(rule, key) == value for key, value in keys.items()):
             return None
         if keys.get("in_backward") and scenario.layout.accumulate * scenario.layout.pp > 1:
-            return None  # gradients of several microbatches are all there
-        if "states" in keys and now.name != "adamw":
+            return None  # gradients of several microbatches accumulate
+        if "states" in keys and rule.name != "adamw":
             return None  # a setting of AdamW
-        given = {
-            key: getattr(now, key)
-            for key in asdict(DefaultRule())
-            if key not in RULE_SPECIFIC_KEYS or "name" not in keys
-        }
-        return replace(scenario, optimizer=DefaultRule(**{**given, **keys}))
+        kept = [key for key in asdict(DefaultRule()) if key not in RULE_SPECIFIC_KEYS or "name" not in keys]
+        return replace(scenario, optimizer=DefaultRule(**{**{key: getattr(rule, key) for key in kept}, **keys}))
 
     return change
 
@@ -108,23 +102,23 @@ def _compress(kind: str) -> ScenarioChange:
     def change(scenario: Scenario, c: Constants) -> Scenario | None:
         if scenario.memory_options.compress == kind:
             return None
-        found = replace(scenario, memory_options=replace(scenario.memory_options, compress=kind))
-        return found if price(found, c).memory.total != price(scenario, c).memory.total else None
+        compressed = replace(scenario, memory_options=replace(scenario.memory_options, compress=kind))
+        return compressed if price(compressed, c).memory.total != price(scenario, c).memory.total else None
 
     return change
 
 
 def _partition(scenario: Scenario, c: Constants) -> Scenario | None:
-    found = replace(scenario, memory_options=replace(scenario.memory_options, partition=True))
-    repeats = scenario.layout.recompute.partition(":")[0] in (*FULL_LAYER_POLICIES, "budget")
-    return found if repeats and partitions_inputs(found) and not partitions_inputs(scenario) else None
+    partitioned = replace(scenario, memory_options=replace(scenario.memory_options, partition=True))
+    recomputes = scenario.layout.recompute.partition(":")[0] in (*FULL_LAYER_POLICIES, "budget")
+    return partitioned if recomputes and partitions_inputs(partitioned) and not partitions_inputs(scenario) else None
 
 
 def _offload(kind: str) -> ScenarioChange:
     def change(scenario: Scenario, c: Constants) -> Scenario | None:
         if scenario.layout.offload != "none":
             return None
-        return replace(scenario, layout=replace(scenario.layout, offload=kind), host_share=1.0)  # all that can leave
+        return replace(scenario, layout=replace(scenario.layout, offload=kind), host_share=1.0)
 
     return change
 
@@ -135,6 +129,8 @@ def _master(scenario: Scenario, c: Constants) -> Scenario | None:
 
 @dataclass(frozen=True)
 class Technique:
+    """A setting that saves memory."""
+
     setting: str
     change: ScenarioChange
     training_effect: str = ""
@@ -158,11 +154,11 @@ TECHNIQUES = (
     Technique("memory.partition=true", _partition),
     *(Technique(f"offload={kind}", _offload(kind)) for kind in ("optimizer", "params", "activations")),
 )
-"""in the order in which they are told"""
+"""in the order of the report"""
 
 
 def memory_savings(plan: Plan, c: Constants = FITTED_CONSTANTS) -> tuple[MemorySaving, ...]:
-    """What every technique would do that can do something for the plan."""
+    """Price every technique that has an effect on the plan."""
     return tuple(_priced_savings(plan, constants_for(plan.scenario, c)))
 
 
@@ -188,6 +184,6 @@ def _priced_savings(plan: Plan, c: Constants) -> Iterator[MemorySaving]:
 
 
 def grouped_memory(plan: Plan) -> dict[str, int]:
-    """Of the fullest rank."""
+    """Bytes of the fullest rank by reported category."""
     parts = plan.memory.parts
     return {name: sum(parts.get(part, 0) for part in members) for name, members in SAVING_CATEGORIES.items()}

@@ -1,4 +1,4 @@
-"""A layout with another way to save memory: what the search tries beside the families of layouts (search.py)."""
+"""Variants of a layout that save memory in another way, which the search tries on the best layouts."""
 
 from __future__ import annotations
 
@@ -14,55 +14,56 @@ from echelon.planning.cost.recompute_cost import FULL_LAYER_POLICIES
 from echelon.planning.scenario import PlanRequest, Scenario
 
 OFFLOAD_OPTIONS = ("optimizer", "activations", "params", "optimizer+activations", "params+activations")
-"""what may leave a GPU where nothing fits, in the order in which the search looks for a kind that makes room"""
+"""what a GPU may offload if nothing fits, in the order in which the search tries them"""
 RECOMPUTE_OPTIONS = ("none", "ops", "full")
 BUDGET_SHARE = 0.99
-"""share of the room that is given to a budget: bytes are rounded up"""
+"""share of the free memory that a budget gets: bytes are rounded up"""
 
 
 def memory_variants(request: PlanRequest, scenario: Scenario, c: Constants, *, budget: bool) -> Iterator[Scenario]:
-    """The scenario in other ways, where nothing fixes what they change; whether they fit is not asked."""
+    """Yield the scenario with other recomputation and offload that the request leaves open, whether they fit or not."""
     layout = scenario.layout
-    # What `ops` makes again takes a hundredth of a step: a budget pays where whole layers are repeated.
+    # `ops` recomputes a hundredth of a step: a budget pays only in place of full layers.
     if budget and "recompute" not in request.fixed and layout.recompute.partition(":")[0] in FULL_LAYER_POLICIES:
-        found = with_budget(scenario, c)
-        if found is not None:
-            yield found
+        budgeted = with_budget(scenario, c)
+        if budgeted is not None:
+            yield budgeted
     if layout.offload != "none" and "offload" not in request.fixed:
-        kinds = (layout.recompute,) if "recompute" in request.fixed else RECOMPUTE_OPTIONS
-        for away in OFFLOAD_OPTIONS:
-            for kind in kinds:
-                yield replace(scenario, layout=replace(layout, offload=away, recompute=kind))
+        policies = (layout.recompute,) if "recompute" in request.fixed else RECOMPUTE_OPTIONS
+        for offload in OFFLOAD_OPTIONS:
+            for recompute in policies:
+                yield replace(scenario, layout=replace(layout, offload=offload, recompute=recompute))
 
 
 def with_segments(request: PlanRequest, scenario: Scenario, c: Constants) -> Scenario | None:
-    """Layers that are repeated by themselves, in segments that fit, as short as can be; none where none do."""
+    """Recompute several layers at once, the fewest that fit, in place of single ones; None if no number fits."""
     if scenario.layout.recompute != "full" or "recompute" in request.fixed:
         return None
+
+    def in_segments(length: int) -> Scenario:
+        return replace(scenario, layout=replace(scenario.layout, recompute=f"every:{length}"))
+
     layers = math.ceil(scenario.shape.num_layers / (scenario.layout.pp * scenario.layout.vpp))
     layer = max((layer for layer, _ in scenario.shape.layers), key=lambda one: saved_tensor_bytes(scenario, one))
-    inside, kept = saved_tensor_bytes(scenario, layer) + score_bytes(scenario, layer), layer_input_bytes(scenario)
-    # n layers at once keep 1 / n of the inputs, and have n insides there: the least is at the root of their ratio.
-    best = min(layers, round(math.sqrt(layers_in_flight(scenario, 0) * kept / inside)))
-    if best < 2:
+    recomputed, saved = saved_tensor_bytes(scenario, layer) + score_bytes(scenario, layer), layer_input_bytes(scenario)
+    # Segments of n layers save 1 / n of the inputs and recompute n layers: the optimum is the root of their ratio.
+    best = min(layers, round(math.sqrt(layers_in_flight(scenario, 0) * saved / recomputed)))
+    if best < 2 or not fits(in_segments(best), c):
         return None
-    least = replace(scenario, layout=replace(scenario.layout, recompute=f"every:{best}"))
-    if not fits(least, c):
-        return None
-    for length in range(2, best):
-        found = replace(scenario, layout=replace(scenario.layout, recompute=f"every:{length}"))
-        if fits(found, c):
-            return found
-    return least
+    shorter = (in_segments(length) for length in range(2, best))
+    return next((found for found in shorter if fits(found, c)), in_segments(best))
 
 
 def with_budget(scenario: Scenario, c: Constants) -> Scenario | None:
-    """As much for activations as the memory has room for; the inside of a layer that is repeated is there already."""
-    room = min(
+    """Recompute with a budget of all free memory; None if there is none.
+
+    The memory to recompute a layer in is counted already.
+    """
+    free = min(
         scenario.cluster.memory - memory.total + memory.parts.get("activations", 0)
         for memory in (stage_memory(scenario, stage, c) for stage in stages_to_check(scenario))
     )
-    size = math.floor(10 * BUDGET_SHARE * room / GIB) / 10
+    size = math.floor(10 * BUDGET_SHARE * free / GIB) / 10
     if size <= 0:
         return None
     return replace(scenario, layout=replace(scenario.layout, recompute=f"budget:{size:g}GiB"))
