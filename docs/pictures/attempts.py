@@ -51,9 +51,7 @@ def attempts(path: Path) -> str:
         canvas.text(x(when) + (6 if place else -6), y + 4, words, size=12, anchor="start" if place else "end")
     for second in range(int(ended - begun) + 1):
         canvas.text(x(begun + second), TOP + HIGH + 56, f"{second} s", size=11, colour=FAINT, anchor="middle")
-    canvas.legend(
-        LEFT, 234, {"start-up": BLUE, "steps that were kept": GREEN, "done again": RED, "nobody trains": ORANGE}
-    )
+    canvas.legend(LEFT, 234, {"start-up": BLUE, "steps": GREEN, "lost steps": RED, "no training": ORANGE})
     return canvas.finish()
 
 

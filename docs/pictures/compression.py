@@ -1,4 +1,4 @@
-"""What is kept of a convolutional network: who reads what, and the bytes that were measured."""
+"""The saved activations of a convolutional network: which operator reads them, and their measured bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEPT = (
 def kept() -> str:
     runs = compressed.runs()
     most = len(runs[0]["rows"])
-    c = Canvas(276 + len(runs) * (most * 18 + 34), "What forward leaves for backward")
+    c = Canvas(276 + len(runs) * (most * 18 + 34), "Saved activations of forward")
     for number, name in enumerate(CHAIN):
         x = 24 + number * 128
         c.box(x, 56, 96, 34, name, BLUE if name == "conv" else VIOLET, size=13)

@@ -1,4 +1,4 @@
-"""The most that is alive in a step, over the number of layers. `python docs/pictures/kept.py` measures it."""
+"""The peak memory of a step over the number of layers. `python docs/pictures/kept.py` measures it."""
 
 from __future__ import annotations
 

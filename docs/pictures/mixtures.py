@@ -1,4 +1,4 @@
-"""Drawings of mixtures of experts: tokens on their way, ranks as experts see them, and what was measured."""
+"""Drawings of MoE layers: token dispatch, the ranks of experts, and measured losses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sent(choices: tuple[tuple[int, int], ...]) -> list[list[int]]:
 
 def travel() -> str:
     """Two ranks with two experts each."""
-    c = Canvas(452, "A mixture on two ranks (dp=2,ep=2): every token to its two experts and back")
+    c = Canvas(452, "An MoE layer on two ranks (dp=2,ep=2): every token to its two experts and back")
     for x, text in (
         (24, "tokens"),
         (66, "gate"),
@@ -76,7 +76,7 @@ def travel() -> str:
             c.arrow(128 + len(lines[rank][expert]) * (SIDE + 3) + 4, middle, 345, y + 14 + rank * 20, colour)
             c.arrow(563, y + 14 + rank * 20, 643, middle, colour)
     rows = [sum(len(lines[rank][expert]) for rank in range(2) for expert in (2 * to, 2 * to + 1)) for to in range(2)]
-    c.text(24, 424, f"Rank 0 gets {rows[0]} rows, rank 1 gets {rows[1]}: as many as gates decide.", colour=FAINT)
+    c.text(24, 424, f"Rank 0 receives {rows[0]} tokens, rank 1 receives {rows[1]}: the gate decides.", colour=FAINT)
     c.text(24, 442, "Ranks tell each other the numbers first. In backward, gradients go the same ways.", colour=FAINT)
     return c.finish()
 

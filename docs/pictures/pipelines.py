@@ -113,6 +113,12 @@ def cut_model() -> str:
             for number, link in enumerate(links):
                 c.box(x + number * 72 + 1, y, 68, 38, link, colour, size=12)
             x += wide + 6
-    c.text(24, 58, "A model is a chain of links. It is cut between two of them, balanced by cost.", colour=FAINT)
-    c.text(24, 238, "What a link returns is what travels. zb-v lays its stages there and back.", size=12, colour=FAINT)
+    c.text(24, 58, "A model is a sequence of layers. It is split between two of them, balanced by cost.", colour=FAINT)
+    c.text(
+        24,
+        238,
+        "The output of a layer is sent to the next stage. zb-v places its stages in a V.",
+        size=12,
+        colour=FAINT,
+    )
     return c.finish()

@@ -1,4 +1,4 @@
-"""What of a step is in which type, and how a loss scale moves."""
+"""The dtypes of a step, and how a loss scale changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from echelon.precision.loss_scale import LossScale, LossScaler
 
 CHAIN = (
     ("weights", "dtype", BLUE),
-    ("forward,\nbackward", "dtype; sums of\nproducts in float32", BLUE),
+    ("forward,\nbackward", "dtype; matmuls\naccumulate in float32", BLUE),
     ("sum over\nmicrobatches\nand ranks", "precision.reduce", ORANGE),
     ("norm, loss,\ncounts", "float64", VIOLET),
     ("update", "precision.master,\noptimizer.states", GREEN),
@@ -21,7 +21,7 @@ STEPS, EVERY, BAD = 48, 12, (7, 9, 30)
 
 
 def types() -> str:
-    c = Canvas(384, "A step: what is in which type")
+    c = Canvas(384, "The dtypes of a step")
     for number, (name, kind, colour) in enumerate(CHAIN):
         x = 24 + number * 154
         c.box(x, 56, 126, 62, name, colour)
@@ -35,7 +35,7 @@ def types() -> str:
     c.text(
         395,
         200,
-        "rounded to dtype; without a master copy, up or down by chance",
+        "rounded to dtype; without master weights, stochastically",
         size=12,
         colour=FAINT,
         anchor="middle",
@@ -45,7 +45,7 @@ def types() -> str:
 
 
 def _scale(c: Canvas, top: float) -> None:
-    """Of a run of so many steps with gradients that are not finite in some of them."""
+    """Of a run with gradients that are not finite in some of its steps."""
     scaling = LossScaler(LossScale.dynamic(every=EVERY), torch.device("cpu"))
     c.text(
         24,

@@ -60,7 +60,7 @@ def how_often() -> str:
     waits = replace(chosen.recovery, save=chosen.recovery.exists)
     for recovery, colour, word in (
         (chosen.recovery, BLUE, "written in the background"),
-        (waits, ORANGE, "training waits for the whole write"),
+        (waits, ORANGE, "training waits for the write"),
     ):
         points = []
         for seconds in times:
@@ -78,7 +78,7 @@ def how_often() -> str:
     )
     words = (
         f"A failure every {chosen.mtbf / HOUR:.1f} h (Llama 3's rate); {chosen.recovery.down:.0f} s until training "
-        "goes on after one. 54 days, simulated 10 times."
+        "continues after one. 54 days, simulated 10 times."
     )
     c.text(24, 352, words, size=12, colour=FAINT)
     return c.finish()

@@ -1,4 +1,4 @@
-"""Drawings of how things are split: ranks of a layout, flat units, ZeRO stages, tensor and sequence parallelism."""
+"""Drawings of splits: ranks of a layout, parameter groups, ZeRO stages, tensor and sequence parallelism."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def flat_units() -> str:
     )
     unit = ParamGroupSpec(name="block", params=entries, num_shards=3)
     colours = {"q.weight": BLUE, "k.weight": GREEN, "norm.weight": ORANGE}
-    c = Canvas(360, "A flat unit: one buffer per block, cut into equal shards")
+    c = Canvas(360, "A parameter group: one flat buffer per block, in equal shards")
     scale, left = 742 / (unit.num_shards * unit.shard_numel), 29
     x = left
     for entry in unit.params:
@@ -87,7 +87,7 @@ def flat_units() -> str:
     c.text(
         24,
         345,
-        "All-gather, reduce-scatter and all-reduce move the whole buffer: one collective per unit.",
+        "All-gather, reduce-scatter and all-reduce move the full buffer: one collective per group.",
         colour=FAINT,
     )
     return c.finish()
@@ -114,10 +114,10 @@ def zero_stages() -> str:
 
 def tensor_region() -> str:
     c = Canvas(372, "One tensor-parallel region: attention on tp=2")
-    c.box(24, 150, 66, 64, "x\n(whole)", FAINT)
+    c.box(24, 150, 66, 64, "x\n(full)", FAINT)
     c.box(122, 96, 62, 172, "enter", VIOLET)
     c.box(604, 96, 62, 172, "leave", VIOLET)
-    c.box(698, 150, 78, 64, "y\n(whole)", FAINT)
+    c.box(698, 150, 78, 64, "y\n(full)", FAINT)
     c.rect(200, 62, 388, 240, dash=True)
     c.text(394, 80, "region: no communication inside", colour=FAINT, anchor="middle", size=12)
     for rank, top in enumerate((90, 196)):
@@ -150,13 +150,13 @@ def tensor_region() -> str:
 
 
 def tensor_grids() -> str:
-    """What one rank of a square and of a cube has of a product's three matrices, and what comes to it."""
+    """The parts of a matmul's three matrices on one rank of a square and of a cube, and what it receives."""
     c = Canvas(420, "Blocks of Y = X W on a square (tp=4) and on a cube (tp=8): one rank's view")
     c.legend(24, 58, {"its own": BLUE, "comes to it": GREEN, "made for another": ORANGE, "elsewhere": FAINT})
     square = {
         "X": ((2, 2), {(0, 0)}, {(0, 1)}, "sequences y, columns x", "along x, one block after the other"),
         "W": ((2, 2), {(0, 0)}, {(1, 0)}, "in y, out x", "along y, at the same time"),
-        "Y": ((2, 2), {(0, 0)}, set(), "sequences y, columns x", "a sum of two products"),
+        "Y": ((2, 2), {(0, 0)}, set(), "sequences y, columns x", "a sum of two matmuls"),
     }
     cube = {
         "X": ((4, 2), {(0, 0)}, {(1, 0)}, "sequences z y, columns x", "gathered along y"),

@@ -10,7 +10,7 @@ from svg import BLUE, FAINT, GREEN, INK, ORANGE, PALE, RED, VIOLET, Canvas
 def backward_timeline() -> str:
     units = ("blocks.3", "blocks.2", "blocks.1", "blocks.0", "root")
     c = Canvas(296, "Backward with overlapped reductions (a drawing, not a measurement)")
-    c.text(24, 62, "One bucket per unit. Its reduction starts when its last gradient has arrived.", colour=FAINT)
+    c.text(24, 62, "One bucket per parameter group. Its reduction starts after its last gradient.", colour=FAINT)
     c.text(24, 118, "compute", weight="bold", size=12)
     c.text(24, 182, "network", weight="bold", size=12)
     x, wide, free = 110.0, 112.0, 0.0
@@ -34,14 +34,14 @@ def backward_timeline() -> str:
     c.text(
         24,
         276,
-        "A transfer hides behind the backward of the units that follow. The root comes last: nothing hides it.",
+        "A reduction overlaps with the backward of later groups. The root comes last: it is exposed.",
         size=12,
     )
     return c.finish()
 
 
 def recompute() -> str:
-    c = Canvas(304, "What is kept from forward to backward, with 4 layers")
+    c = Canvas(304, "Saved activations, with 4 layers")
     parts = ("norm", "q k v", "attention", "MLP")
     for row, (word, kept) in enumerate((("none", True), ("full", False))):
         top = 66 + row * 106
@@ -56,12 +56,12 @@ def recompute() -> str:
                 else:
                     c.rect(*where, dash=True)
                     c.text(where[0] + 25, where[1] + 22, part, size=10, colour=FAINT, anchor="middle")
-        text = "kept" if kept else "computed again"
+        text = "saved" if kept else "recomputed"
         c.text(24, top + 44, text, size=12, colour=FAINT)
         c.text(24, top + 60, "" if kept else "in backward", size=12, colour=FAINT)
-    c.legend(24, 284, {"input of a layer": GREEN, "kept inside a layer": BLUE})
+    c.legend(24, 284, {"input of a layer": GREEN, "saved inside a layer": BLUE})
     c.rect(336, 274, 12, 12, dash=True)
-    c.text(354, 284, "not kept: one more forward of the layer makes it again", size=12, colour=FAINT)
+    c.text(354, 284, "not saved: one more forward of the layer recomputes it", size=12, colour=FAINT)
     return c.finish()
 
 
@@ -148,7 +148,7 @@ def same_mask() -> str:
     c.text(
         24,
         388,
-        "Each rank computes only its own part. Put together, the parts are the whole mask, bit by bit.",
+        "Each rank computes only its part. Together the parts are the full mask, bit by bit.",
         size=13,
     )
     return c.finish()

@@ -96,7 +96,7 @@ def context_bytes() -> str:
     c.text(24, 56, "dashed: runs beside attention    solid: waited for", size=12, colour=FAINT)
     for left, panel in zip(LEFTS, panels, strict=True):
         panel.draw(c, left, Axis(low=8 * MIB, high=24 * GIB))
-    c.text(24, 396, "ring and gather send the keys and values of the whole sequence, whatever the ranks;", size=12)
+    c.text(24, 396, "ring and gather send the keys and values of the full sequence, whatever the ranks;", size=12)
     c.text(24, 414, "what ulysses sends falls with the ranks, as far as there are heads to exchange.", size=12)
     return c.finish()
 
