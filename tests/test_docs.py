@@ -105,7 +105,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: RankPool) -> Pat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("echelon.launch.local_launcher.launch_ranks", start)
     monkeypatch.setattr("echelon.launch.rank_pool.RankPool", lambda **_: contextlib.nullcontext(warm))
-    monkeypatch.setattr("echelon.verification.verifier.Pool", lambda **_: contextlib.nullcontext(warm))
+    monkeypatch.setattr("echelon.verification.verifier.RankPool", lambda **_: contextlib.nullcontext(warm))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setenv("COLUMNS", "120")
     return tmp_path
