@@ -100,7 +100,7 @@ def test_ec_train_was_shadowed_by_a_package():
     """Importing a module of the package `echelon.train` bound the package over the public function: `ec.train()` raised
     "'module' object is not callable". Packages are now called training, planning and verification."""
     code = "from echelon.config.run_config import Config; import echelon as ec; ec.train(Config(), steps=1)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert "a Config has all its settings already" in done.stderr
 
 
@@ -218,7 +218,7 @@ def test_a_script_without_a_main_guard_ran_twice(tmp_path, call):
     """A rank reads the file to find the function, and reading it trained again."""
     script = Path(tmp_path, "script.py")
     script.write_text(NO_GUARD.format(call=call))
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode != 0
     assert 'put the call under `if __name__ == "__main__":`' in done.stderr
     assert not Path(tmp_path, "runs").exists()

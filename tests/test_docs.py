@@ -118,7 +118,7 @@ def run(command: str) -> tuple[int, str]:
         return run_here(words[1:])
     scripts = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        ["bash", "-ec", command], capture_output=True, text=True, timeout=120, env={**os.environ, "PATH": scripts}
+        ["bash", "-ec", command], capture_output=True, text=True, timeout=300, env={**os.environ, "PATH": scripts}
     )
     return done.returncode, done.stdout + done.stderr
 

@@ -22,7 +22,7 @@ def run(folder, *args):
     """In another folder, with warnings as errors: a user's console stays clean."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *map(str, args)], cwd=folder, capture_output=True, text=True, timeout=120, env=environment
+        [sys.executable, *map(str, args)], cwd=folder, capture_output=True, text=True, timeout=300, env=environment
     )
     assert done.returncode == 0, done.stderr
     return done

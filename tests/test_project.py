@@ -188,7 +188,7 @@ def test_light_imports_leave_torch_out() -> None:
     names = (*WITHOUT_TORCH, *COSTS)
     loop = f"for name in {names!r}:\n    __import__(name)\n    assert 'torch' not in sys.modules, name"
     code = f"import sys\n{loop}"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_the_public_api_is_there() -> None:

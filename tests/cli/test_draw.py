@@ -192,7 +192,7 @@ def test_it_starts_quickly_without_torch(tmp_path):
     best = 9.9
     for _ in range(3):
         begun = cpu_seconds()
-        done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=300)
         best = min(best, cpu_seconds() - begun)
         assert (done.returncode, done.stderr.strip()) == (0, "[]")
         if best < 1:

@@ -23,7 +23,7 @@ finally:
 
 @pytest.mark.parametrize("args", [["--help"], ["train", "--help"], ["verify", "--help"], ["train", "--keys"]])
 def test_help_loads_nothing_heavy(args):
-    done = subprocess.run([sys.executable, "-c", SEEN, *args], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", SEEN, *args], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stderr.strip() == "loaded:"
 
@@ -32,7 +32,7 @@ def test_help_is_there_in_half_a_second():
     best = 9.9
     for _ in range(3):
         begun = cpu_seconds()
-        done = subprocess.run([sys.executable, "-m", "echelon", "--help"], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([sys.executable, "-m", "echelon", "--help"], capture_output=True, text=True, timeout=300)
         best = min(best, cpu_seconds() - begun)
         if best < 0.5:
             break

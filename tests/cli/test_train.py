@@ -65,7 +65,7 @@ def here(tmp_path, monkeypatch):
 
 def command(*args, launcher=()):
     return subprocess.run(
-        [sys.executable, *launcher, "-m", "echelon", "train", *args], capture_output=True, text=True, timeout=120
+        [sys.executable, *launcher, "-m", "echelon", "train", *args], capture_output=True, text=True, timeout=300
     )
 
 

@@ -9,6 +9,7 @@ import ranks
 import torch
 import torch.distributed as dist
 
+from echelon.faults.graceful_stop import process_is_alive
 from echelon.launch.rank_failure import RankError
 from echelon.launch.rank_pool import RankPool
 
@@ -123,7 +124,9 @@ def test_a_killed_rank_is_named_with_its_signal(pool: RankPool) -> None:
 def test_a_rank_killed_between_tasks_is_replaced(pool: RankPool) -> None:
     pid = pool.run(ranks.holdings, 2)[1][0]
     os.kill(pid, signal.SIGKILL)
-    time.sleep(0.2)
+    while process_is_alive(pid):
+        time.sleep(0.01)
+    time.sleep(0.2)  # for the fork server to read its exit code
     assert pool.run(ranks.total, 2, 1.0) == [3.0, 3.0]
 
 

@@ -111,4 +111,4 @@ def test_reduced_takes_other_numbers_of_heads() -> None:
 
 def test_sizes_load_no_torch() -> None:
     script = "import sys; from echelon.models import find_model; find_model('llama-8b').parameters; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=20)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=300)

@@ -226,7 +226,7 @@ except ValidationError as error:
 assert "torch" not in sys.modules
 """
     start = cpu_seconds()
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     elapsed = cpu_seconds() - start
     assert done.returncode == 0, done.stderr
     for words in ("gpt-tiny", "adamw", "tensor_paralel", 'did you mean "tp"', "steps=-1", "schedule.warmup=few"):
