@@ -253,7 +253,7 @@ def test_a_rehearsal_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_budget_below_what_full_needs_is_refused_with_the_number() -> None:
     shape = SHAPES["gpt"]
-    with pytest.raises(ValueError, match=r"less than it takes to repeat every layer .* use recompute=budget:") as told:
+    with pytest.raises(ValueError, match=r"is too small to recompute every layer .* use recompute=budget:") as told:
         gradients(shape, "budget:0.000001GiB")
     enough = str(told.value).partition("use recompute=")[2].partition(" ")[0]
     assert largest_error(gradients(shape, enough), gradients(shape, "none")) < 1e-12

@@ -44,7 +44,7 @@ def test_what_a_budget_chose_and_what_segments_keep_is_told():
     value, why = rows_of(engine)["recompute"]
     assert value.startswith("blocks.0")
     assert value.endswith("none")
-    assert "of 0.0002 GiB at the fullest moment" in why
+    assert "of 0.0002 GiB at the peak" in why
     rows = rows_of(engine_of(tiny(layers=4), "recompute=every:3"))
     assert rows["recompute"] == ("segments of 3 layers", "2 inputs are kept of 4 layers on a rank")
 

@@ -1,1 +1,1 @@
-"""Ways to need less memory: what is recomputed, what lives elsewhere."""
+"""Memory saving: activation checkpointing, offload to host and disk, compression of saved activations."""

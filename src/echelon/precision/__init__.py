@@ -1,1 +1,1 @@
-"""In which types things are computed."""
+"""Numerics: FP8 linear layers, modules kept in fp32, the accumulation dtype of GEMMs, loss scaling."""

@@ -1,4 +1,8 @@
-"""Sums inside products are float32, also where the factors have 16 bits."""
+"""Accumulation dtype of GEMMs: fp32, also where the operands have 16 bits.
+
+By default cuBLAS may split a long reduction and add the partial sums in the operands' dtype, which loses small
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ SETTINGS = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precis
 
 @contextmanager
 def fp32_accumulation() -> Iterator[None]:
-    """Inside, a product of matrices on a GPU that is summed up in parts does not add the parts in 16 bits."""
+    """Make GEMMs on a GPU add partial sums in fp32 inside this context."""
     matmul = torch.backends.cuda.matmul
     before = [getattr(matmul, name) for name in SETTINGS]
     for name in SETTINGS:

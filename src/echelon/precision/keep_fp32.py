@@ -1,8 +1,8 @@
-"""Modules that compute in float32 beside a 16-bit compute type.
+"""Modules that compute in float32 beside a 16-bit compute dtype (`precision.keep_fp32`).
 
-A module that a pattern names, or that lies inside one, has its parameters in float32, in flat units of their own
-(layout/placement.py). It is given its inputs in float32, and what it gives goes on in the compute type: only sums of
-losses, and what a gate decided, stay as they are. A weight that is tied to one of these is in float32 in all its uses.
+The parameters of a module that a pattern names, or that is inside one, are float32, in parameter groups of their own
+(layout/placement.py). Its inputs are cast to float32, and its outputs to the compute dtype: only sums of losses, and a
+router's decisions, stay as they are. A weight that is tied to one of these is float32 in all its uses.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from torch import Tensor, nn
 from echelon.layout.placement import LogicalParam
 
 
-def mark_fp32_entries(model: nn.Module, entries: Iterable[LogicalParam], patterns: Sequence[str]) -> list[LogicalParam]:
-    """The entries; those of the modules that the patterns name are wide. A pattern that names nothing is an error."""
+def mark_fp32_entries(model: nn.Module, params: Iterable[LogicalParam], patterns: Sequence[str]) -> list[LogicalParam]:
+    """Return the parameters, with `keep_fp32` set in modules that a pattern names; raise if a pattern names none."""
     modules = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
-    missed = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in modules)]
-    if missed:
+    unmatched = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in modules)]
+    if unmatched:
         raise ValueError(
-            f"no module with parameters matches precision.keep_fp32 ({', '.join(missed)}); "
+            f"no module with parameters matches precision.keep_fp32 ({', '.join(unmatched)}); "
             f"the model has {', '.join(modules[:9])}{' ...' if len(modules) > 9 else ''}"
         )
     chosen = [name for name in modules if any(fnmatchcase(name, pattern) for pattern in patterns)]
     return [
-        replace(entry, keep_fp32=any(name.startswith(module + ".") for name in entry.names for module in chosen))
-        for entry in entries
+        replace(param, keep_fp32=any(name.startswith(module + ".") for name in param.names for module in chosen))
+        for param in params
     ]
 
 
-def fp32_modules(entries: Iterable[LogicalParam]) -> set[str]:
-    """The modules that hold wide parameters."""
-    return {name.rpartition(".")[0] for entry in entries if entry.keep_fp32 for name in entry.names}
+def fp32_modules(params: Iterable[LogicalParam]) -> set[str]:
+    """Return the modules that hold fp32 parameters."""
+    return {name.rpartition(".")[0] for param in params if param.keep_fp32 for name in param.names}
 
 
 def compute_in_float32(model: nn.Module, names: Iterable[str], compute: torch.dtype) -> None:
-    """Hooks on these modules: inputs come in float32, outputs go in the compute type."""
+    """Hook these modules: cast inputs to float32, and outputs to the compute dtype."""
 
     def before(_module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return _cast(args, compute, torch.float32), _cast(kwargs, compute, torch.float32)

@@ -1,11 +1,11 @@
-"""Loss scaling: float16 ends at 6e-8, and gradients lie lower. Backward starts from the loss times a scale instead.
+"""Loss scaling: float16 underflows below 6e-8, and gradients are smaller. Backward starts from the loss times a scale.
 
     step    gradients        scale                        update
     good    finite           times 2 after `every` good   with gradients / scale
-    bad     not finite       half                         none: weights, moments and their count stay
+    bad     not finite       half                         none: weights, moments and step counts stay
 
-Scale and count are on the device, and change there: whether a step was good is known to the norm, which all ranks
-share, and nobody waits for it. A fixed scale stays what it is, and a bad step is left out all the same.
+Scale and counts are on the device, and change there: the gradient norm, which all ranks share, decides whether a step
+was good, and the host does not wait for it. A fixed scale does not change, and bad steps are skipped all the same.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import Tensor
 
 INITIAL_SCALE, GROWTH_INTERVAL = 2.0**16, 2000
 MAX_SCALE, MIN_SCALE = 2.0**24, 2.0**-24
-"""between which a dynamic scale stays"""
+"""bounds of a dynamic scale"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossScale:
-    """What a run is asked to scale by."""
+    """The loss scale of a run, as configured."""
 
     start: float = 1.0
-    """the first scale, and with `every` = 0 the only one"""
+    """the initial scale; with `every` = 0 it is fixed"""
     every: int = 0
-    """good steps after which it doubles; 0: it does not change"""
+    """good steps after which it doubles; 0: never"""
 
     @classmethod
     def dynamic(cls, *, start: float = INITIAL_SCALE, every: int = GROWTH_INTERVAL) -> LossScale:
@@ -36,8 +36,8 @@ class LossScale:
     def __post_init__(self) -> None:
         if not 0 < self.start < float("inf") or self.every < 0:
             raise ValueError(
-                f"a loss scale is a number above 0 that doubles every so many steps (start {self.start}, "
-                f"every {self.every}); use for instance start={INITIAL_SCALE:g}, every={GROWTH_INTERVAL}"
+                f"a loss scale must be positive and finite, with a growth interval of 0 or more (start {self.start}, "
+                f"every {self.every}); use for example start={INITIAL_SCALE:g}, every={GROWTH_INTERVAL}"
             )
 
     @property
@@ -46,7 +46,7 @@ class LossScale:
 
     @property
     def is_one(self) -> bool:
-        """Nothing is scaled."""
+        """Whether the loss is not scaled."""
         return self.start == 1.0 and not self.every
 
     def __str__(self) -> str:
@@ -56,17 +56,17 @@ class LossScale:
 
 
 class LossScaler:
-    """The scale of a run, on the device."""
+    """The current loss scale, on the device."""
 
     def __init__(self, recipe: LossScale, device: torch.device):
         self.recipe = recipe
         self.scale = torch.tensor(recipe.start, dtype=torch.float64, device=device)
         self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
-        """good steps since it last changed"""
+        """good steps since the last change"""
 
     @torch.no_grad()
     def update(self, finite: Tensor, had_targets: Tensor) -> None:
-        """A step's gradients were all finite, or not. One without a target (not live) says nothing of the scale."""
+        """Update the scale after a step; steps without targets do not count."""
         if not self.recipe.is_dynamic:
             return
         good = self.good_steps + had_targets

@@ -1,20 +1,20 @@
-"""Modules that keep their input, and are run again when backward asks for what they made on the way.
+"""Activation checkpointing of modules: forward saves their input, and backward reruns them for what autograd needs.
 
 [Note: a segment]
 
     layers 0, 1, 2 of a segment        forward                   backward
-    input --> 0 --> 1 --> 2 --> out    keeps the input of 0      the first question (layer 2's) runs 0, 1, 2 again and
-                                       and nothing else          holds all that they made; each answer is let go of
+    input --> 0 --> 1 --> 2 --> out    saves the input of 0      the first unpack (layer 2's) reruns 0, 1, 2 and holds
+                                       and nothing else          all that they saved; each unpack frees its tensor
 
-What autograd saves inside a layer is dropped and numbered; a repetition makes the same in the same order. The last
-layer that is repeated is left as soon as everything is found: a collective at its end is not repeated. Layers are
-called as ever, one by one, by a model that knows nothing of this: that layer 1 reads what layer 0 made is seen by the
-tensor, which is then not kept. What else a layer is given (masks, angles) is held as it is. A segment of one layer is
-plain checkpointing.
+Saved tensors inside a layer are dropped and numbered; a rerun saves the same ones in the same order. The last layer of
+a rerun stops as soon as all its saved tensors are recomputed: a collective at its end is not repeated. The model calls
+layers one by one and knows nothing of this: a mark on the tensor shows that layer 1 reads an output of layer 0, which
+is then not saved. Other arguments of a layer (masks, RoPE angles) are held as they are. A segment of one layer is plain
+checkpointing.
 
 Inputs are saved by an autograd function, so that saved-tensor hooks around the model see them. Modules are wrapped
-inside: hooks on them (gathering parameters, entering regions) run once. Where backward has two halves that both ask,
-there are two repetitions.
+inside: hooks on them (unsharding parameters, entering regions) run once. Where backward has two halves that both
+unpack, there are two reruns.
 """
 
 from __future__ import annotations
@@ -28,40 +28,57 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
-from echelon.memory.checkpointing.rng_snapshot import RngSnapshot
 from echelon.memory.checkpointing.saved_inputs import SaveInput, save_as_is
 from echelon.rng import RandomStream
 
 ShapeAndDtype = tuple[torch.Size, torch.dtype]
 
 
+class RngSnapshot:
+    """The states of torch's generators, to restore them: a layer that draws from them draws the same again.
+
+    Our modules draw nothing from them (rng.py), but a custom layer may (`F.dropout`, `torch.rand`). A state is a few
+    bytes on the host, also a GPU generator's, so taking it does not synchronise with the device.
+    """
+
+    def __init__(self) -> None:
+        self._cpu_state = torch.get_rng_state()
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        self._cuda_state = None if self._device is None else torch.cuda.get_rng_state(self._device)
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._cpu_state)
+        if self._device is not None and self._cuda_state is not None:
+            torch.cuda.set_rng_state(self._cuda_state, self._device)
+
+
 def _no_hook(_module: nn.Module) -> None:
-    """Nobody asked to be told."""
+    """The default hook: does nothing."""
 
 
 class CheckpointSegment:
-    """Modules that are repeated together, in the order in which they are called."""
+    """Modules that are recomputed together, in the order in which they are called."""
 
     def __init__(self, stream: RandomStream, save_input: SaveInput = save_as_is):
         self.stream, self.save_input = stream, save_input
         self.layers: list[CheckpointedLayer] = []
         self.before_recompute: Callable[[nn.Module], None] = _no_hook
-        """called before a module is repeated: its parameters must be there"""
+        """called before a module is recomputed, to unshard its parameters"""
         self._last_call: _LayerCall | None = None
-        """the call before, where the next layer's belongs to the same pass"""
+        """the previous call, if the next layer's belongs to the same pass"""
 
     def add(self, name: str, module: nn.Module) -> None:
         self.layers.append(CheckpointedLayer(self, len(self.layers), name, module))
 
-    def previous_call(self, layer: CheckpointedLayer, given: Any) -> _LayerCall | None:
-        """The call of the layer before, in the same pass; none where a pass begins."""
+    def previous_call(self, layer: CheckpointedLayer, arguments: Any) -> _LayerCall | None:
+        """Return the previous layer's call in the same pass; None where a pass starts."""
         last = self._last_call
         if last is None or last.layer.index != layer.index - 1:
-            return None  # also where layers were left out: the segment then begins here
-        if not any(last.output_index(tensor) is not None for tensor in iter_tensors(given)):
+            return None  # also where layers were skipped: the segment then starts here
+        if not any(last.output_index(tensor) is not None for tensor in iter_tensors(arguments)):
             raise ValueError(
-                f"{layer.name} reads nothing that {last.layer.name} made: something is computed between them, which "
-                "nobody could repeat; put it into a layer, or use recompute=full"
+                f"{layer.name} reads no output of {last.layer.name}: the model computes something between them, which "
+                "cannot be recomputed; move it into a layer, or use recompute=full"
             )
         return last
 
@@ -70,7 +87,7 @@ class CheckpointSegment:
 
 
 class CheckpointedLayer:
-    """One module of a segment; it takes the place of the module's forward."""
+    """One module of a segment; replaces the module's forward."""
 
     def __init__(self, segment: CheckpointSegment, index: int, name: str, module: nn.Module):
         self.segment, self.index, self.name, self.module = segment, index, name, module
@@ -80,8 +97,8 @@ class CheckpointedLayer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        given = (args, kwargs)
-        frame = _LayerCall(self, self.segment.previous_call(self, given), given)
+        arguments = (args, kwargs)
+        frame = _LayerCall(self, self.segment.previous_call(self, arguments), arguments)
         with saved_tensors_hooks(frame.pack, frame.unpack):
             out = self.forward(*args, **kwargs)
         frame.mark_outputs(out)
@@ -89,29 +106,29 @@ class CheckpointedLayer:
         return out
 
     def unwrap(self) -> None:
-        """The module is as it was."""
+        """Restore the module's own forward."""
         self.module.forward = self.forward
 
 
 class _LayerCall:
-    """One call of a layer: how to call it again, and what came of it.
+    """One call of a layer: its arguments, and what a rerun recomputed.
 
-    It holds the call before it and not the other way round: a cycle would keep inputs until the collector comes by.
+    It holds the previous call and not the other way round: a cycle would keep inputs until the garbage collector runs.
     """
 
-    def __init__(self, layer: CheckpointedLayer, before: _LayerCall | None, given: Any):
+    def __init__(self, layer: CheckpointedLayer, before: _LayerCall | None, arguments: Any):
         self.layer, self.previous = layer, before
         self.token = object()
         self.saved_forms: list[ShapeAndDtype] = []
-        """of what autograd saved"""
+        """of the tensors that autograd saved"""
         self.recomputed: dict[int, Tensor] = {}
-        """of it, what a repetition has made and nobody has asked for yet"""
-        kept: list[Tensor] = []
+        """recomputed saved tensors that backward has not unpacked yet, by index"""
+        saved: list[Tensor] = []
         self._restore_input: list[tuple[Callable[[Tensor], Tensor], bool]] = []
-        self._given = map_tensors(given, lambda tensor: self._save_argument(tensor, kept))
+        self._arguments = map_tensors(arguments, lambda tensor: self._save_argument(tensor, saved))
         anchor = torch.empty(0, requires_grad=True)
-        # Held is the tensor, not its grad_fn: before torch 2.12 that lets go of what it saved when the tensor goes.
-        self._saved: Any = _SaveInputs.apply(anchor, *kept) if kept else None
+        # Hold the tensor, not its grad_fn: before torch 2.12 that frees its saved tensors together with the tensor.
+        self._saved: Any = _SaveInputs.apply(anchor, *saved) if saved else None
         self._samples = layer.segment.stream.samples
         self._rng = RngSnapshot()
         self._autocast = _autocast_settings()
@@ -119,32 +136,32 @@ class _LayerCall:
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def _save_argument(self, tensor: Tensor, kept: list[Tensor]) -> Any:
-        """What stands for a tensor among the arguments."""
+    def _save_argument(self, tensor: Tensor, saved: list[Tensor]) -> Any:
+        """Return the slot that replaces a tensor among the arguments."""
         number = self.previous.output_index(tensor) if self.previous is not None else None
         if number is not None:
             return _OutputSlot(number, tensor.requires_grad)
         keep = self.layer.segment.save_input if tensor.requires_grad and tensor.is_floating_point() else save_as_is
-        stored, back = keep(tensor.detach())
-        kept.append(stored)
-        self._restore_input.append((back, tensor.requires_grad))
+        stored, restore = keep(tensor.detach())
+        saved.append(stored)
+        self._restore_input.append((restore, tensor.requires_grad))
         return _InputSlot(len(self._restore_input) - 1)
 
     def mark_outputs(self, out: Any) -> None:
-        """So that the next layer knows what it reads."""
+        """Mark the outputs, so that the next layer's call recognises them."""
         for number, tensor in enumerate(iter_tensors(out)):
             marked: Any = tensor
-            marked.made = (self.token, number, tensor._version)
+            marked.checkpoint_output = (self.token, number, tensor._version)
 
     def output_index(self, tensor: Tensor) -> int | None:
-        """Which of this layer's outputs a tensor is."""
-        token, number, version = getattr(tensor, "made", (None, 0, 0))
+        """Return which of this layer's outputs a tensor is, or None."""
+        token, number, version = getattr(tensor, "checkpoint_output", (None, 0, 0))
         if token is not self.token:
             return None
         if tensor._version != version:
             raise ValueError(
-                f"what {self.layer.name} made was changed in place before the next layer, which nobody could repeat; "
-                "use recompute=full, or an operator that makes a new tensor"
+                f"an output of {self.layer.name} was modified in place before the next layer and cannot be recomputed; "
+                "use recompute=full, or an out-of-place operator"
             )
         return int(number)
 
@@ -160,40 +177,40 @@ class _LayerCall:
         return self.recomputed.pop(number)
 
     def _recompute_pass(self) -> None:
-        """This call and those before it in its pass."""
+        """Rerun this call and those before it in its pass."""
         calls: list[_LayerCall] = [self]
         while calls[-1].previous is not None:
             calls.append(calls[-1].previous)
-        made: list[Tensor] = []
+        outputs: list[Tensor] = []
         for call in reversed(calls):
-            made = call.recompute(made, stop_early=call is self)
+            outputs = call.recompute(outputs, stop_early=call is self)
 
     def recompute(self, previous_outputs: Sequence[Tensor], *, stop_early: bool) -> list[Tensor]:
-        """Runs the layer again, on what the one before it `made`; until everything is found if it `stops`."""
+        """Rerun the layer on the previous layer's outputs; with `stop_early`, until all saved tensors are there."""
         layer, self._num_recomputed, self.recomputed = self.layer, 0, {}
         stored = self._saved.grad_fn.saved_tensors if self._saved is not None else ()
 
-        def put_back(value: Any) -> Any:
+        def restore(value: Any) -> Any:
             if isinstance(value, _OutputSlot):
                 return previous_outputs[value.index].detach().requires_grad_(value.differentiable)
-            back, differentiable = self._restore_input[value.index]
-            return back(stored[value.index]).detach().requires_grad_(differentiable)
+            restore_input, differentiable = self._restore_input[value.index]
+            return restore_input(stored[value.index]).detach().requires_grad_(differentiable)
 
-        args, kwargs = map_tensors(self._given, put_back, (_InputSlot, _OutputSlot))
+        args, kwargs = map_tensors(self._arguments, restore, (_InputSlot, _OutputSlot))
         layer.segment.before_recompute(layer.module)
 
-        def note(tensor: Tensor) -> None:
+        def record(tensor: Tensor) -> None:
             self._record(tensor)
             if stop_early and self._num_recomputed == len(self.saved_forms):
                 raise _RecomputeDoneError
 
-        with ExitStack() as inside:
-            inside.enter_context(recompute_context(layer.module, layer.segment.stream, self._samples, self._rng))
-            for cast in self._autocast:
-                inside.enter_context(torch.autocast(**cast))
-            inside.enter_context(torch.enable_grad())
+        with ExitStack() as stack:
+            stack.enter_context(recompute_context(layer.module, layer.segment.stream, self._samples, self._rng))
+            for settings in self._autocast:
+                stack.enter_context(torch.autocast(**settings))
+            stack.enter_context(torch.enable_grad())
             try:
-                with saved_tensors_hooks(note, _no_backward):
+                with saved_tensors_hooks(record, _no_backward):
                     out = layer.forward(*args, **kwargs)
             except _RecomputeDoneError:
                 return []
@@ -209,33 +226,37 @@ class _LayerCall:
             self._raise_mismatch(f"{self.saved_forms[number]} at first, then {(tensor.shape, tensor.dtype)}")
         self.recomputed[number] = tensor.detach()
 
-    def _raise_mismatch(self, how: str) -> None:
+    def _raise_mismatch(self, difference: str) -> None:
         raise ValueError(
-            f"{self.layer.name} did something else when it was repeated ({how}); a layer must depend on nothing but "
-            "what it is given (no generator of its own, no counter), or use recompute=none"
+            f"{self.layer.name} saved different tensors when it was recomputed ({difference}); a layer must "
+            "depend only on its arguments (no generator or counter of its own), or use recompute=none"
         )
 
 
 class _InputSlot:
+    """A saved input among the arguments."""
+
     def __init__(self, number: int):
         self.index = number
 
 
 class _OutputSlot:
+    """An output of the previous layer among the arguments."""
+
     def __init__(self, number: int, differentiable: bool):
         self.index, self.differentiable = number, differentiable
 
 
 class _RecomputeDoneError(Exception):
-    """Everything that was asked for is there."""
+    """All saved tensors are recomputed."""
 
 
 def _no_backward(_nothing: Any) -> Tensor:
-    raise AssertionError("nobody goes backward through a repetition")
+    raise AssertionError("backward never runs through a rerun")
 
 
 class _SaveInputs(Function):
-    """Nothing but a place where autograd, and hooks on it, keep tensors."""
+    """Saves tensors where autograd and saved-tensor hooks see them."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
@@ -244,11 +265,11 @@ class _SaveInputs(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise AssertionError("no gradient comes here")
+        raise AssertionError("no gradient reaches this function")
 
 
 def iter_tensors(value: Any) -> Iterator[Tensor]:
-    """Of a tensor, or of a tuple, a list or a dictionary of such."""
+    """Yield the tensors in a tensor, tuple, list or dict, recursively."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -260,7 +281,7 @@ def iter_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(value: Any, change: Callable[[Any], Any], types: type | tuple[type, ...] = Tensor) -> Any:
-    """The same with each tensor, or each of some other kinds, changed."""
+    """Return value with `change` applied to each tensor, or to each instance of `types`."""
     if isinstance(value, types):
         return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -273,51 +294,51 @@ def map_tensors(value: Any, change: Callable[[Any], Any], types: type | tuple[ty
 
 
 def _autocast_settings() -> list[dict[str, Any]]:
-    """How autocast is set, to be set so again: backward may run outside of it."""
-    found = []
+    """Return the active autocast settings: backward may run outside of them."""
+    settings = []
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
-            found.append(
+            settings.append(
                 {
                     "device_type": device,
                     "dtype": torch.get_autocast_dtype(device),
                     "cache_enabled": torch.is_autocast_cache_enabled(),
                 }
             )
-    return found
+    return settings
 
 
 @contextmanager
 def recompute_context(
     module: nn.Module, stream: RandomStream, samples: Tensor | None, rng: RngSnapshot | None = None
 ) -> Iterator[None]:
-    """Around a forward that was done before: the same masks, and what was counted then is not counted again.
+    """Rerun a forward inside this context: with the same dropout masks, and without updating statistics again.
 
-    `drawn` are torch's generators as they were then; after it they are as they were before.
+    `rng` holds torch's generator states of the first forward; the current ones are restored afterwards.
     """
-    now, stream.samples = stream.samples, samples
-    before = RngSnapshot()
+    current_samples, stream.samples = stream.samples, samples
+    current_rng = RngSnapshot()
     if rng is not None:
         rng.restore()
     parts: list[Any] = [part for part in module.modules() if _tracks_statistics(part)]
-    counting = [(part, part.momentum, part.num_batches_tracked.clone()) for part in parts]
+    statistics = [(part, part.momentum, part.num_batches_tracked.clone()) for part in parts]
     for part in parts:
         part.momentum = 0.0
-    tallied: list[Any] = [part for part in module.modules() if hasattr(part, "counts_load")]
-    for part in tallied:
+    moe_layers: list[Any] = [part for part in module.modules() if hasattr(part, "counts_load")]
+    for part in moe_layers:
         part.counts_load = False
     try:
         yield
     finally:
-        before.restore()
-        stream.samples = now
-        for part in tallied:
+        current_rng.restore()
+        stream.samples = current_samples
+        for part in moe_layers:
             part.counts_load = True
-        for part, momentum, count in counting:
+        for part, momentum, count in statistics:
             part.momentum = momentum
             part.num_batches_tracked.copy_(count)
 
 
 def _tracks_statistics(module: Any) -> bool:
-    """Keeps running statistics, as every BatchNorm does."""
+    """Return whether a module keeps running statistics, as every BatchNorm does."""
     return isinstance(getattr(module, "num_batches_tracked", None), Tensor)

@@ -1,13 +1,13 @@
-"""What each way to recompute keeps of a layer, and what it does again: the cost of `recompute`. No torch.
+"""Cost of `recompute`: what each policy saves of a layer, and what it recomputes. No torch.
 
-none         everything that backward reads is kept
-full         a layer keeps its input; its forward is done again
-every:N      only every Nth layer keeps its input; N layers are repeated, and are there at once
-sqrt         every:N with N the root of the layers: memory grows with that root
-selective    attention's scores and what follows from them are not kept, and done again
-ops          outputs of products and of attention are kept; operators between them are done again
-budget:NGiB  layers do one or another of these so that all fit (budget.py). Here, as many as it takes do `ops`, and
-             where that is not enough, `full`
+none         everything that backward reads is saved
+full         a layer saves its input; its forward is recomputed
+every:N      only every Nth layer saves its input; N layers are recomputed, and are in memory at once
+sqrt         every:N with N the square root of the layers: memory grows with that root
+selective    attention scores and what follows from them are not saved but recomputed
+ops          GEMM and attention outputs are saved; operators between them are recomputed
+budget:NGiB  layers use one or another of these so that all fit (memory_budget.py). Here, as many as necessary use
+             `ops`, and where that is not enough, `full`
 """
 
 from __future__ import annotations
@@ -21,40 +21,42 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 ELEMENTWISE_SHARE = 0.45
-"""share of a layer's activations that operators between products made, where nobody counted them"""
+"""share of a layer's activations that operators between GEMMs make, for models that were not measured"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeWork:
+    """What a policy recomputes and saves, as shares of the layers' forward and activations."""
+
     forward: float = 0.0
-    """share of the layers' forward that is done again"""
+    """share of the layers' forward that is recomputed"""
     attention: float = 0.0
-    """share of attention, beside that"""
+    """share of core attention, on top"""
     elementwise: float = 0.0
-    """share of the operators between products, beside that"""
+    """share of the operators between GEMMs, on top"""
     saved: float = 1.0
-    """share of a layer's activations that is kept"""
+    """share of a layer's activations that is saved"""
     inputs: float = 0.0
-    """inputs that are kept, per layer"""
+    """saved inputs per layer"""
     segment_layers: int = 0
-    """layers that are repeated at once"""
+    """layers that are recomputed at once"""
     discards_scores: bool = False
-    """attention's scores are not kept"""
+    """attention scores are not saved"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputedLayers:
-    """How many of a rank's layers are repeated in backward, for counting messages."""
+    """Number of a rank's layers that are recomputed in backward, for counting collectives."""
 
     dense: int = 0
-    """without experts"""
+    """layers without experts"""
     dense_tails: int = 0
-    """of them, the last of their segments: what they give is not made again"""
+    """of these, the last of their segments, whose output is not recomputed"""
     moe: int = 0
-    """with experts"""
+    """layers with experts"""
     moe_tails: int = 0
     attention_cores: int = 0
-    """layers of which attention's core alone is repeated"""
+    """layers of which only core attention is recomputed"""
 
     @property
     def layers(self) -> int:
@@ -66,11 +68,11 @@ class RecomputedLayers:
 
     @classmethod
     def from_policy(cls, recompute: str, *, layers: int, moe_layers: int = 0, in_flight: int = 1) -> RecomputedLayers:
-        """Of so many layers of one stage, `mixtures` of them with experts, and these at the end."""
-        kind = recompute.partition(":")[0]
-        if kind == "selective":
+        """Count for `layers` layers of one stage, of which the last `moe_layers` have experts."""
+        name = recompute.partition(":")[0]
+        if name == "selective":
             return cls(attention_cores=layers)
-        if kind not in ("full", "every", "sqrt"):
+        if name not in ("full", "every", "sqrt"):
             return cls()
         length, plain = segment_length(recompute, layers=layers, in_flight=in_flight), layers - moe_layers
         tails = [min(start + length, layers) for start in range(0, layers, length)]
@@ -79,32 +81,32 @@ class RecomputedLayers:
 
 
 def ineffective_options(layout: Layout) -> dict[str, str]:
-    """Switches that would do nothing in a layout, each with why (kept.py)."""
-    kind = layout.recompute.partition(":")[0]
-    if kind not in ("full", "every", "sqrt", "budget"):
-        why = f"recompute={layout.recompute}, which keeps no inputs of layers to repeat them"
-        return {"partition": why, "arena": why}
-    leave = "activations" in layout.offload.split("+")
-    found = {"arena": f"offload={layout.offload}, where inputs leave the device"} if leave else {}
+    """Return the options of saved_inputs.py that have no effect in a layout, each with the reason."""
+    name = layout.recompute.partition(":")[0]
+    if name not in ("full", "every", "sqrt", "budget"):
+        reason = f"recompute={layout.recompute}, which saves no inputs of layers"
+        return {"partition": reason, "arena": reason}
+    offloads_inputs = "activations" in layout.offload.split("+")
+    reasons = {"arena": f"offload={layout.offload}, which moves inputs off the device"} if offloads_inputs else {}
     if layout.tp == 1:
-        found["partition"] = "tp=1, where no other rank has the same inputs"
+        reasons["partition"] = "tp=1, where no other rank has the same inputs"
     elif layout.sp or layout.tp_kind != "1d":
-        what = "sp=1" if layout.sp else f"tp_kind={layout.tp_kind}"
-        found["partition"] = f"{what}, where inputs are divided over tp already"
-    return found
+        sharding = "sp=1" if layout.sp else f"tp_kind={layout.tp_kind}"
+        reasons["partition"] = f"{sharding}, where inputs are sharded over tp already"
+    return reasons
 
 
 def partition_numel(elements: int, ranks: int) -> int:
-    """Elements of a slice, padding included."""
+    """Return the elements of one rank's slice, including padding."""
     return -(-elements // ranks)
 
 
 def segment_length(recompute: str, *, layers: float, in_flight: float = 1) -> int:
-    """How many of a stage's layers are repeated at once, where so many microbatches of them are in flight."""
-    kind, _, number = recompute.partition(":")
-    if kind in ("full", "budget"):
+    """Return how many of a stage's layers are recomputed at once, with `in_flight` microbatches in flight."""
+    name, _, number = recompute.partition(":")
+    if name in ("full", "budget"):
         return 1
-    length = int(number) if kind == "every" else round(math.sqrt(layers * in_flight))
+    length = int(number) if name == "every" else round(math.sqrt(layers * in_flight))
     return max(1, min(length, math.ceil(layers)))
 
 
@@ -118,27 +120,28 @@ def recompute_work(
     elementwise_cost: float = 1.0,
     materialized_scores: bool = False,
 ) -> RecomputeWork:
-    """`layers` are those in flight on a rank, `whole` the bytes of one's activations, `entry` those of its input.
+    """Return the work of a policy for `layers` layers in flight on a rank.
 
-    Of a model that was counted: `operators` is the share of its activations that operators between products made, and
-    `passing` what making them again takes of what those operators took. Where scores are `written_out`, a repetition of
-    attention's core ends with them: what they make of the values is kept.
+    `layer_bytes` are a layer's activations and `input_bytes` its input. Of a measured model, `elementwise_share` is the
+    share of activations that operators between GEMMs make, and `elementwise_cost` the share of their time that a
+    recomputation takes. With `materialized_scores`, recomputing core attention ends with the scores: attention's
+    output is saved.
     """
-    kind, _, number = recompute.partition(":")
-    if kind in ("full", "every", "sqrt"):
+    name, _, number = recompute.partition(":")
+    if name in ("full", "every", "sqrt"):
         every = segment_length(recompute, layers=layers)
         return RecomputeWork(forward=1.0, saved=0.0, inputs=1 / every, segment_layers=every)
-    if kind == "selective":
+    if name == "selective":
         return RecomputeWork(attention=0.5 if materialized_scores else 1.0, elementwise=0.5, discards_scores=True)
-    if kind == "ops":
+    if name == "ops":
         return RecomputeWork(elementwise=elementwise_cost, saved=1 - elementwise_share)
-    if kind == "budget":
-        room = float(number.removesuffix("GiB")) * GIB / max(layers, 1.0)
-        less = (1 - elementwise_share) * layer_bytes
-        if room >= less:
-            share = min(1.0, max(0.0, (layer_bytes - room) / max(layer_bytes - less, 1.0)))
+    if name == "budget":
+        bytes_per_layer = float(number.removesuffix("GiB")) * GIB / max(layers, 1.0)
+        ops_bytes = (1 - elementwise_share) * layer_bytes
+        if bytes_per_layer >= ops_bytes:
+            share = min(1.0, max(0.0, (layer_bytes - bytes_per_layer) / max(layer_bytes - ops_bytes, 1.0)))
             return RecomputeWork(elementwise=share * elementwise_cost, saved=1 - share * elementwise_share)
-        share = min(1.0, (less - room) / max(less - input_bytes, 1.0))
+        share = min(1.0, (ops_bytes - bytes_per_layer) / max(ops_bytes - input_bytes, 1.0))
         return RecomputeWork(
             forward=share,
             elementwise=(1 - share) * elementwise_cost,

@@ -1,13 +1,12 @@
-"""A budget for what is kept from forward to backward: each layer does what makes all fit for the least time.
+"""A memory budget for saved activations: each layer gets the checkpoint option that makes all fit at the least time.
 
-Before the first step one microbatch is rehearsed: it goes forward without gradients, and every layer counts what it
-would keep in each of its ways, and what repeating it would take. What is counted are bytes of what autograd saves, each
-storage once, without parameters and without what all layers are given; and FLOPs and bytes, not seconds, so that ranks
-agree.
-Where they may differ (experts get as many tokens as come) the largest of each number counts. Then `solve` chooses.
+Before the first step one microbatch runs forward without gradients, and every layer measures what it would save in each
+of its forms, and what a rerun would take. Measured are bytes of saved tensors, each storage once, without parameters
+and without what all layers share; and FLOPs and bytes, not seconds, so that ranks agree. Where ranks may differ
+(experts get as many tokens as are routed to them) the maximum of each number counts. Then `solve_knapsack` chooses.
 
-The budget is for the layers of a rank. What the embedding and the head keep is beside it, and so are gradients and what
-an operator needs while it runs.
+The budget is for the layers of a rank. What the embedding and the LM head save comes on top, and so do gradients and
+temporaries of operators.
 """
 
 from __future__ import annotations
@@ -41,16 +40,16 @@ from echelon.models.attention import CoreAttention
 
 @dataclass
 class _SavedStorages:
-    """What a forward saved, held until it is counted: memory that is freed is used again."""
+    """The storages that a forward saved, held until they are measured: freed memory would be reused."""
 
     measurement: LayerMeasurement
     storages: set[Any] = field(default_factory=set)
     core: set[Any] = field(default_factory=set)
     in_core: bool = False
-    """the core is at work"""
+    """core attention is running"""
 
     def pack(self, tensor: Tensor) -> None:
-        """Backward never comes. A tensor that is given back here is held by the graph that it holds, for ever."""
+        """Record a saved tensor. Returning it would make a reference cycle with its graph, as backward never runs."""
         self.measurement.recompute_flops = self.measurement.flops
         if self.in_core:
             self.measurement.core_recompute_flops = self.measurement.core_flops
@@ -58,11 +57,11 @@ class _SavedStorages:
 
 
 class _OpCounter(torch_dispatch_mode()):  # type: ignore[misc]
-    """Counts FLOPs, and bytes that products and attention make."""
+    """Counts FLOPs, and bytes of GEMM and attention outputs."""
 
-    def __init__(self, seen: _SavedStorages):
+    def __init__(self, storages: _SavedStorages):
         super().__init__()
-        self.seen, self.counted = seen, seen.measurement
+        self.storages, self.measurement = storages, storages.measurement
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -71,23 +70,23 @@ class _OpCounter(torch_dispatch_mode()):  # type: ignore[misc]
         packet = func.overloadpacket
         name = packet.__name__
         if name in GEMM_OPS or "attention" in name:
-            self.counted.gemm_output_bytes += sum(tensor.nbytes for tensor in iter_tensors(out))
+            self.measurement.gemm_output_bytes += sum(tensor.nbytes for tensor in iter_tensors(out))
         if "attention" in name and len(args) > 2 and args[0].dim() == 4:
-            # torch's own formula refuses heads that share keys, and does not know every kernel.
+            # torch's formula refuses grouped-query attention, and does not know every kernel.
             (batch, heads, queries, dim), keys = args[0].shape, args[1].shape[2]
             flops = 2 * batch * heads * queries * keys * (dim + args[2].shape[3])
         elif packet in flop_registry:
             flops = flop_registry[packet](*args, **(kwargs or {}), out_val=out)
         else:
             return out
-        self.counted.flops += flops
-        if self.seen.in_core:
-            self.counted.core_flops += flops
+        self.measurement.flops += flops
+        if self.storages.in_core:
+            self.measurement.core_flops += flops
         return out
 
 
 class MemoryBudget(CheckpointedLayers):
-    """Layers that repeat themselves until it is decided what each of them does."""
+    """Layers that recompute fully until the rehearsal decides the form of each."""
 
     def __init__(
         self,
@@ -99,7 +98,7 @@ class MemoryBudget(CheckpointedLayers):
         all_reduce_max: Callable[[Tensor], Tensor],
         all_reduce_sum: Callable[[Tensor], Tensor],
     ):
-        """`agree` takes the largest numbers of all ranks of a stage, which choose alike; `add_up` sums over stages."""
+        """`all_reduce_max` reduces over the ranks of a stage, which choose alike; `all_reduce_sum` over stages."""
         super().__init__()
         self.policy, self.recompute, self.all_reduce_max, self.all_reduce_sum = (
             policy,
@@ -114,14 +113,14 @@ class MemoryBudget(CheckpointedLayers):
             [count for count, names in zip(counts, here, strict=True) for _ in names] for counts in in_flight
         ]
         self.options: list[list[CheckpointOption]] = []
-        """of each layer, once it was rehearsed"""
+        """of each layer, after the rehearsal"""
         self.chosen: list[CheckpointOption] = []
         self._measurements: dict[str, dict[str, LayerMeasurement]] = {}
         self._layer_flops: list[LayerMeasurement] = []
         """of each layer"""
         self._unrecomputed_bytes = 0
         self.recompute_work = RecomputeWork()
-        """what was chosen, as shares of the layers of all stages"""
+        """of the chosen options, as shares of the layers of all stages"""
         self._ready: Callable[[nn.Module], None] | None = None
         self._apply_forms(["full"] * len(self.layer_names))
 
@@ -148,7 +147,7 @@ class MemoryBudget(CheckpointedLayers):
 
     @contextmanager
     def rehearsal(self, device: torch.device) -> Iterator[None]:
-        """Around a forward of one microbatch without gradients; after it, it is decided."""
+        """Measure a forward of one microbatch without gradients inside this context, then choose."""
         before: dict[str, Any] = {}
         for name in self.layer_names:
             module = self.policy.model.get_submodule(name)
@@ -163,79 +162,81 @@ class MemoryBudget(CheckpointedLayers):
         missing = [name for name in self.layer_names if name not in self._measurements]
         if missing:
             raise ValueError(
-                f"a forward pass did not call {missing[0]}, so what it keeps is not known "
+                f"the first forward pass did not call {missing[0]}, so its saved activations are unknown "
                 f"(recompute={self.recompute}); use another recompute"
             )
         self._decide(device)
 
     def _rehearse(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         module = self.policy.model.get_submodule(name)
-        given = map_tensors((args, kwargs), _as_leaf)
-        found: dict[str, LayerMeasurement] = {}
+        arguments = map_tensors((args, kwargs), _as_leaf)
+        measured: dict[str, LayerMeasurement] = {}
         out: Any = None
         with torch.enable_grad():
             for form in self.policy.available_forms(name):
                 if form == "full":
                     continue
                 with self._with_form(name, module, form, forward):
-                    counted, made = self._measure(module, form, given)
-                found[form] = counted
-                out = made if form == "none" else out
-        self._measurements[name] = found
+                    measurement, output = self._measure(module, form, arguments)
+                measured[form] = measurement
+                out = output if form == "none" else out
+        self._measurements[name] = measured
         return map_tensors(out, Tensor.detach)
 
     @contextmanager
     def _with_form(self, name: str, module: nn.Module, form: str, forward: Callable[..., Any]) -> Iterator[None]:
-        """The layer as it would be."""
-        now, done = module.forward, CheckpointedLayers()
-        remakes = [(part, part.recompute_output) for part in recomputing_modules(module)]
+        """Give the layer a form for the time of a measurement."""
+        current, layers = module.forward, CheckpointedLayers()
+        flags = [(part, part.recompute_output) for part in recomputing_modules(module)]
         module.forward = forward
         try:
             if form != "none":
-                self.policy.set_form(name, form, done)
+                self.policy.set_form(name, form, layers)
             yield
         finally:
-            for segment in done.segments:
+            for segment in layers.segments:
                 for layer in segment.layers:
                     layer.unwrap()
-            for part, remake in remakes:
-                part.recompute_output = remake
-            module.forward = now
+            for part, flag in flags:
+                part.recompute_output = flag
+            module.forward = current
 
-    def _measure(self, module: nn.Module, form: str, given: Any) -> tuple[LayerMeasurement, Any]:
-        counted = LayerMeasurement()
-        seen = _SavedStorages(counted)
-        args, kwargs = given
+    def _measure(self, module: nn.Module, form: str, arguments: Any) -> tuple[LayerMeasurement, Any]:
+        measurement = LayerMeasurement()
+        storages = _SavedStorages(measurement)
+        args, kwargs = arguments
         cores: list[Any] = (
             [part for part in module.modules() if isinstance(part, CoreAttention)] if form == "none" else []
         )
         plain = [core.forward for core in cores]
         for core, inner in zip(cores, plain, strict=True):
-            core.forward = partial(_forward_in_core, seen, inner)
+            core.forward = partial(_forward_in_core, storages, inner)
         try:
-            with saved_tensors_hooks(seen.pack, _no_backward), _OpCounter(seen):
+            with saved_tensors_hooks(storages.pack, _no_backward), _OpCounter(storages):
                 out = module.forward(*args, **kwargs)
         finally:
             for core, inner in zip(cores, plain, strict=True):
                 core.forward = inner
-        streams = [tensor for tensor in iter_tensors(given) if tensor.requires_grad]
+        streams = [tensor for tensor in iter_tensors(arguments) if tensor.requires_grad]
         entries = {tensor.untyped_storage() for tensor in streams}
-        known = {parameter.untyped_storage() for parameter in module.parameters()}
-        known |= {tensor.untyped_storage() for tensor in _all_tensors(given)} - entries
-        known |= {buffer.untyped_storage() for buffer in module.buffers()}
-        saved = (seen.storages | seen.core) - known
-        counted.saved_bytes = _total_bytes(saved)
-        counted.core_bytes = _total_bytes(seen.core - known - seen.storages)
-        counted.saved_and_input_bytes = _total_bytes(saved | entries)
-        counted.input_bytes = sum(self.policy.save_input(tensor.detach())[0].nbytes for tensor in streams)
+        excluded = {parameter.untyped_storage() for parameter in module.parameters()}
+        excluded |= {tensor.untyped_storage() for tensor in _all_tensors(arguments)} - entries
+        excluded |= {buffer.untyped_storage() for buffer in module.buffers()}
+        saved = (storages.storages | storages.core) - excluded
+        measurement.saved_bytes = _total_bytes(saved)
+        measurement.core_bytes = _total_bytes(storages.core - excluded - storages.storages)
+        measurement.saved_and_input_bytes = _total_bytes(saved | entries)
+        measurement.input_bytes = sum(self.policy.save_input(tensor.detach())[0].nbytes for tensor in streams)
         if form == "ops" and not any(True for _ in recomputing_modules(module)):
-            counted.saved_bytes += counted.gemm_output_bytes  # torch's checkpointing holds them by itself
-            counted.saved_and_input_bytes = (
-                counted.saved_bytes + self._unrecomputed_bytes
-            )  # and makes all the rest again at once
+            measurement.saved_bytes += (
+                measurement.gemm_output_bytes
+            )  # torch's checkpointing saves them outside of the hooks
+            measurement.saved_and_input_bytes = (
+                measurement.saved_bytes + self._unrecomputed_bytes
+            )  # and recomputes all the rest at once
         elif form == "none":
-            self._unrecomputed_bytes = counted.saved_bytes
-        return counted, out
+            self._unrecomputed_bytes = measurement.saved_bytes
+        return measurement, out
 
     # -- the choice ---------------------------------------------------------------------------------------------------
 
@@ -251,90 +252,92 @@ class MemoryBudget(CheckpointedLayers):
             self._layer_options({form: next(rows) for form in self._measurements[name]}, device)
             for name in self.layer_names
         ]
-        least = [ways[-1] for ways in self.options]
-        needed = max(peak_bytes(least, counts) for counts in self.in_flight)
-        if needed > self.budget:
+        smallest = [options[-1] for options in self.options]
+        minimum = max(peak_bytes(smallest, counts) for counts in self.in_flight)
+        if minimum > self.budget:
             raise ValueError(
-                f"recompute={self.recompute} is less than it takes to repeat every layer ({needed / GIB:.4g} GiB for "
-                f"{len(self.layer_names)} layers' inputs and the inside of one); use recompute={_sufficient_budget(needed)} or more, "
-                "or a smaller microbatch"
+                f"recompute={self.recompute} is too small to recompute every layer ({minimum / GIB:.4g} GiB for "
+                f"the inputs of {len(self.layer_names)} layers and the activations of one); use "
+                f"recompute={_sufficient_budget(minimum)} or more, or a smaller microbatch"
             )
-        self.chosen = self._solve() or least
-        self._apply_forms([way.form for way in self.chosen])
+        self.chosen = self._solve() or smallest
+        self._apply_forms([option.form for option in self.chosen])
         self._measurements.clear()
         self.recompute_work = self._shares(device)
 
     def _solve(self) -> list[CheckpointOption] | None:
-        """For the moment with the most microbatches in flight; where that is too much at another, for all at once."""
-        fullest = max(self.in_flight, key=sum)
-        found = solve_knapsack(self.options, fullest, self.budget)
-        if found is not None and all(peak_bytes(found, counts) <= self.budget for counts in self.in_flight):
-            return found
-        together = [max(counts) for counts in zip(*self.in_flight, strict=True)]
-        return solve_knapsack(self.options, together, self.budget)
+        """Solve for the moment with the most microbatches in flight; if that does not fit another, for all at once."""
+        peak_in_flight = max(self.in_flight, key=sum)
+        solution = solve_knapsack(self.options, peak_in_flight, self.budget)
+        if solution is not None and all(peak_bytes(solution, counts) <= self.budget for counts in self.in_flight):
+            return solution
+        most_in_flight = [max(counts) for counts in zip(*self.in_flight, strict=True)]
+        return solve_knapsack(self.options, most_in_flight, self.budget)
 
     def _layer_options(self, numbers: dict[str, list[float]], device: torch.device) -> list[CheckpointOption]:
-        found = {form: LayerMeasurement(*row) for form, row in numbers.items()}
-        self._layer_flops.append(found["none"])
-        return checkpoint_options(found, device.type, copies_input=not self.policy.saves_input_as_is)
+        measured = {form: LayerMeasurement(*row) for form, row in numbers.items()}
+        self._layer_flops.append(measured["none"])
+        return checkpoint_options(measured, device.type, copies_input=not self.policy.saves_input_as_is)
 
     @property
     def peak_bytes(self) -> float:
-        """Bytes, predicted."""
+        """Predicted bytes."""
         return max((peak_bytes(self.chosen, counts) for counts in self.in_flight), default=0.0)
 
     def _shares(self, device: torch.device) -> RecomputeWork:
         rows = torch.zeros(9, dtype=torch.float64, device=device)
-        for way, ways, one in zip(self.chosen, self.options, self._layer_flops, strict=True):
-            full, selective, ops = way.form == "full", "selective" in way.form, "ops" in way.form
-            products = [one.flops, full * one.recompute_flops, one.core_flops, selective * one.core_recompute_flops]
-            rows += rows.new_tensor([*products, ways[0].saved_bytes, 0.0 if full else way.saved_bytes, 1.0, full, ops])
+        for option, options, one in zip(self.chosen, self.options, self._layer_flops, strict=True):
+            full, selective, ops = option.form == "full", "selective" in option.form, "ops" in option.form
+            flops = [one.flops, full * one.recompute_flops, one.core_flops, selective * one.core_recompute_flops]
+            rows += rows.new_tensor(
+                [*flops, options[0].saved_bytes, 0.0 if full else option.saved_bytes, 1.0, full, ops]
+            )
         rows = self.all_reduce_sum(rows)
-        total, forward, cores, attention, whole, kept, layers, inputs, ops = rows.tolist()
+        total, forward, cores, attention, all_bytes, saved_bytes, layers, inputs, ops = rows.tolist()
         return RecomputeWork(
             forward=forward / max(total, 1.0),
             attention=attention / max(cores, 1.0),
             elementwise=ops / max(layers, 1.0),
-            saved=kept / max(whole, 1.0),
+            saved=saved_bytes / max(all_bytes, 1.0),
             inputs=inputs / max(layers, 1.0),
             segment_layers=int(inputs > 0),
         )
 
     def describe(self) -> tuple[str, str]:
-        """What was chosen, and why, for people."""
+        """Return (the choice, its reason) as text."""
         if self.is_undecided:
             return "each layer by itself", "chosen with the first microbatch"
-        runs: list[list[Any]] = []
-        for name, way in zip(self.layer_names, self.chosen, strict=True):
-            if runs and runs[-1][0] == way.form:
-                runs[-1][1].append(name)
+        ranges: list[list[Any]] = []
+        for name, option in zip(self.layer_names, self.chosen, strict=True):
+            if ranges and ranges[-1][0] == option.form:
+                ranges[-1][1].append(name)
             else:
-                runs.append([way.form, [name]])
-        text = ", ".join(f"{names[0]}{f' to {names[-1]}' if names[1:] else ''} {form}" for form, names in runs)
-        full = total_seconds([ways[-1] for ways in self.options])
+                ranges.append([option.form, [name]])
+        text = ", ".join(f"{names[0]}{f' to {names[-1]}' if names[1:] else ''} {form}" for form, names in ranges)
+        full = total_seconds([options[-1] for options in self.options])
         share = total_seconds(self.chosen) / full if full else 0.0
         return text, (
-            f"{self.peak_bytes / GIB:.4g} of {self.budget / GIB:.4g} GiB at the fullest moment, for {share:.0%} of the time "
-            "that repeating every layer would take"
+            f"{self.peak_bytes / GIB:.4g} of {self.budget / GIB:.4g} GiB at the peak, for {share:.0%} of the time of "
+            "recomputing every layer"
         )
 
 
-def _sufficient_budget(needed: float) -> str:
-    """The smallest budget, to three digits, that is no less."""
-    digits = max(0, 3 - math.ceil(math.log10(needed / GIB)))
-    return f"budget:{math.ceil(needed / GIB * 10**digits) / 10**digits:.{digits}f}GiB"
+def _sufficient_budget(minimum: float) -> str:
+    """Return the smallest sufficient budget, to three digits."""
+    digits = max(0, 3 - math.ceil(math.log10(minimum / GIB)))
+    return f"budget:{math.ceil(minimum / GIB * 10**digits) / 10**digits:.{digits}f}GiB"
 
 
-def _forward_in_core(seen: _SavedStorages, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    seen.in_core = True
+def _forward_in_core(storages: _SavedStorages, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    storages.in_core = True
     try:
         return forward(*args, **kwargs)
     finally:
-        seen.in_core = False
+        storages.in_core = False
 
 
 def _no_backward(_packed: None) -> Tensor:
-    raise RuntimeError("a rehearsal has no backward")
+    raise RuntimeError("the rehearsal has no backward")
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:
@@ -346,9 +349,9 @@ def _total_bytes(storages: set[Any]) -> int:
 
 
 def _all_tensors(value: Any) -> Iterator[Tensor]:
-    """With those inside dataclasses, which all layers are given alike."""
+    """Yield tensors, also those inside dataclasses, which all layers share."""
     if is_dataclass(value) and not isinstance(value, type):
-        for part in vars(value).values():  # also what they have made of them since
+        for part in vars(value).values():  # also cached attributes
             yield from _all_tensors(part)
     elif isinstance(value, (tuple, list)):
         for item in value:

@@ -1,29 +1,29 @@
-"""Compression of what forward leaves for backward, in the manner of Gist (Jain et al., ISCA 2018), for any model.
+"""Compression of saved activations in the manner of Gist (Jain et al., ISCA 2018), for any model.
 
 [Note: who reads a saved tensor]
 
-Autograd's hooks on saved tensors see every tensor that is saved, but not for whom. Two things are known beside them:
+Saved-tensor hooks see every tensor that autograd saves, but not for which operator. Two things add that:
 
-    a mode over torch's functions sees each call of ReLU and of a pooling, whatever module makes it
-    a tensor that our ReLU made carries its bits, so whoever saves it later is known to save a ReLU's output
+    a torch function mode sees each call of ReLU and of a pooling, whatever module makes it
+    an output of our ReLU carries its bitmask, so whoever saves it later is known to save a ReLU output
 
-1. ReLU's backward needs which elements are above zero: a bit each, written by its forward (kernels/activations/bitmask.py).
-2. Poolings save their input, of which backward only needs the shape; max pooling saves indices of 8 bytes, of which
-   one byte, the place inside the window, says as much.
-3. Whoever else saves a ReLU's output (a convolution, a product) needs its values: those that are not zero, side by
-   side, with the bits of 1 to say where they belong.
-4. Masks are kept as bits.
-5. Other values are kept as they are, or with delayed precision reduction in fewer bits. Forward has computed with all
-   of theirs; only backward reads rounded ones. Values of 3 are rounded likewise.
+1. ReLU's backward needs which elements are above zero: a bit each, written by its forward (activations/bitmask.py).
+2. Poolings save their input, of which backward only needs the shape; max pooling saves 8-byte indices, of which one
+   byte, the position inside the window, says as much.
+3. Other operators that save a ReLU output (a convolution, a linear layer) need its values: the nonzeros, packed, with
+   the bits of 1 for their positions.
+4. Boolean masks are saved as bits.
+5. Other values are saved as they are, or with delayed precision reduction in fewer bits: forward computes with all
+   bits, only backward reads rounded ones. Values of 3 are rounded likewise.
 
-1 to 4 give backward what it would have read, bit by bit. Left alone are parameters, what has no gradient (inputs,
-tables), small tensors, and logarithms of probabilities: backward raises those to powers of e, so that rounding them by
-a few hundredths would change every gradient by as much. A tensor that is saved several times is stored once.
+1 to 4 are exact. Parameters, tensors without gradient (inputs, tables), small tensors and log probabilities are not
+compressed: backward exponentiates the latter, so rounding them by a few hundredths would change every gradient by as
+much. A tensor that is saved several times is stored once.
 
 [Note: hooks inside hooks]
 
-Where somebody's hooks lie inside ours (recomputation, offloading), tensors are theirs, and ReLU is left as torch makes
-it: a repeated forward must save what the first one did. What a recomputed layer keeps, its input, is ours again.
+Where other saved-tensor hooks are inside ours (checkpointing, offload), tensors are theirs, and ReLU is torch's: a
+rerun must save what the first forward did. The input that a checkpointed layer saves is ours again.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from echelon.memory.compression.saved_tensor_formats import (
 )
 
 MIN_SAMPLE_NUMEL = 64
-"""elements of a sample (of dim 0) that are worth the trouble: of a sample, so that every batch is treated alike"""
+"""minimum elements of a sample (dim 0): per sample, so that all batches are treated alike"""
 
 Function = Callable[..., Any]
 RELUS: dict[Function, bool] = {
@@ -70,7 +70,7 @@ RELUS: dict[Function, bool] = {
     torch.relu_: True,
     Tensor.relu_: True,
 }
-"""whether it changes its input in place, unless it is told"""
+"""whether it is in place, unless the call says so"""
 MAX_POOLS: tuple[Function, ...] = (F.max_pool2d, torch.max_pool2d)
 AVG_POOLS: tuple[Function, ...] = (F.avg_pool2d, F.adaptive_avg_pool2d)
 LOG_SOFTMAXES: tuple[Function, ...] = (
@@ -80,7 +80,7 @@ LOG_SOFTMAXES: tuple[Function, ...] = (
 VIEW_NODES = {
     f"{name}Backward0" for name in ("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "ToCopy")
 }
-"""what gives a parameter another shape or type"""
+"""autograd nodes that change a parameter's shape or dtype only"""
 
 
 def check_compatible(compress: str, recompute: str, offload: str) -> None:
@@ -90,23 +90,24 @@ def check_compatible(compress: str, recompute: str, offload: str) -> None:
 
 @contextmanager
 def compressed(compress: str = "lossless", *, least: int = MIN_SAMPLE_NUMEL) -> Iterator[SavedTensorCompression]:
-    """Around forward: what it leaves for backward is compressed. Tensors with fewer than `least` elements for each
-    index of their first dimension are not.
+    """Compress what a forward inside this context saves for backward.
+
+    Tensors with fewer than `least` elements per index of their first dim are not compressed.
 
     >>> x = torch.ones(8, 512, requires_grad=True)
     >>> with ec.compressed("lossless"):
     ...     loss = torch.relu(x).sum()
     >>> loss.backward()
     """
-    saving = SavedTensorCompression(compression_cost.check_compression(compress), least)
-    with saved_tensors_hooks(*saving.hooks), saving:
-        yield saving
-        saving.compress_pending()
+    compression = SavedTensorCompression(compression_cost.check_compression(compress), least)
+    with saved_tensors_hooks(*compression.hooks), compression:
+        yield compression
+        compression.compress_pending()
 
 
 @dataclass(frozen=True)
 class _ReluBits:
-    """Of a tensor that our ReLU made, as long as it is not changed."""
+    """Bitmask of an output of our ReLU, valid until it is modified."""
 
     bits: Tensor
     counts: Tensor
@@ -115,15 +116,15 @@ class _ReluBits:
 
 @dataclass(frozen=True)
 class _PoolingCall:
-    """The call under way."""
+    """The pooling call in progress."""
 
     input: Tensor
     window: PoolWindow | None
-    """of a maximum"""
+    """of max pooling"""
 
 
 class SavedTensorCompression(TorchFunctionMode):
-    """What is saved while it is entered, and in which form."""
+    """Compresses what autograd saves while this mode is entered."""
 
     def __init__(self, compress: str, least: int):
         super().__init__()
@@ -133,14 +134,14 @@ class SavedTensorCompression(TorchFunctionMode):
         self.hooks = (self._pack, _unpack)
         self._pooling: _PoolingCall | None = None
         self._exact = False
-        """inside a call that saves logarithms"""
+        """inside a call that saves log probabilities"""
         self._pending: deque[ReluOutputTensor] = deque()
-        """for the number of their values that are not zero"""
+        """ReLU outputs that wait for their count of nonzeros"""
         self._saved: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
     def bytes(self) -> int:
-        """What is kept now of all that was saved: parameters left out, every storage once."""
+        """Bytes that are stored now of all saved tensors: without parameters, every storage once."""
         return total_bytes(iter(self._saved))
 
     # -- torch's functions --------------------------------------------------------------------------------------------
@@ -160,7 +161,7 @@ class SavedTensorCompression(TorchFunctionMode):
             return func(*args, **named)
         if func in RELUS:
             in_place = bool(_argument(args, named, 1, "inplace", RELUS[func]))
-            # Autograd allows functions of several outputs to change a tensor in place, but not a view of one.
+            # Autograd lets functions with several outputs modify a tensor in place, but not a view.
             return func(*args, **named) if in_place and x._base is not None else self._relu(x, in_place)
         window = _pool_window(x, args, named) if func in MAX_POOLS else None
         if func in MAX_POOLS and window is None:
@@ -174,22 +175,24 @@ class SavedTensorCompression(TorchFunctionMode):
             self._pooling = None
 
     def _supports(self, x: Any) -> bool:
-        """Large enough, and lying as our kernels read it."""
-        usual = type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and x.device.type in ("cpu", "cuda")
-        return bool(usual and x.requires_grad and x.is_floating_point() and self._is_large(x) and is_dense_by_sample(x))
+        """Return whether x is large enough, and in a memory layout that the kernels support."""
+        is_plain = type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and x.device.type in ("cpu", "cuda")
+        return bool(
+            is_plain and x.requires_grad and x.is_floating_point() and self._is_large(x) and is_dense_by_sample(x)
+        )
 
     def _is_large(self, x: Tensor) -> bool:
         return x.dim() > 1 and x.numel() >= self.min_numel * x.shape[0] > 0
 
     def _relu(self, x: Tensor, in_place: bool) -> Tensor:
-        found, which, counts = bitmask.relu_with_bitmask(x, in_place=in_place)
-        noted: Any = found
-        noted.relu_bits = _ReluBits(which, counts, found._version)
-        self.compress_pending(compression_cost.MAX_PENDING_RELUS - 1)  # now that the device has this to do
-        return found
+        output, bits, counts = bitmask.relu_with_bitmask(x, in_place=in_place)
+        holder: Any = output
+        holder.relu_bits = _ReluBits(bits, counts, output._version)
+        self.compress_pending(compression_cost.MAX_PENDING_RELUS - 1)  # the device has work queued now
+        return output
 
     def compress_pending(self, keep: int = 0) -> None:
-        """What waits is made smaller, the oldest first, until so many are left."""
+        """Compress pending ReLU outputs, the oldest first, until `keep` are left."""
         while len(self._pending) > keep:
             self._pending.popleft().compress()
 
@@ -202,8 +205,8 @@ class SavedTensorCompression(TorchFunctionMode):
 
     def _compress(self, x: Tensor) -> SavedTensorFormat:
         parameter = _is_parameter(x)
-        usual = type(x) is Tensor and x.layout is torch.strided and x.device.type in ("cpu", "cuda")
-        if parameter or not self.lossless or self._exact or not usual or not self._is_large(x):
+        is_plain = type(x) is Tensor and x.layout is torch.strided and x.device.type in ("cpu", "cuda")
+        if parameter or not self.lossless or self._exact or not is_plain or not self._is_large(x):
             return _uncompressed(x, parameter)
         if (pooled := self._compress_pooling(x)) is not None:
             return pooled
@@ -231,30 +234,30 @@ class SavedTensorCompression(TorchFunctionMode):
             and is_dense_by_sample(base)
             and is_dense(x)
         ):
-            whole = self._reuse_stored(base, self._compress_dense)
-            if not isinstance(whole, UncompressedTensor):
-                return StoredView(whole, tuple(x.shape), x.stride())
+            stored_base = self._reuse_stored(base, self._compress_dense)
+            if not isinstance(stored_base, UncompressedTensor):
+                return StoredView(stored_base, tuple(x.shape), x.stride())
         if is_dense_by_sample(x):
             return self._reuse_stored(x, self._compress_dense)
-        # A part of something: it lies with gaps. What is spread out (a stride of 0) is smaller as it is.
-        kind = self._format_for(x)
-        if kind is None or 0 in x.stride():
+        # A view with gaps. An expanded view (stride 0) is smaller as it is.
+        block_format = self._format_for(x)
+        if block_format is None or 0 in x.stride():
             return _uncompressed(x)
-        return self._reuse_stored(x, lambda part: QuantizedTensor.from_tensor(part.contiguous(), kind))
+        return self._reuse_stored(x, lambda part: QuantizedTensor.from_tensor(part.contiguous(), block_format))
 
     def _compress_dense(self, x: Tensor) -> SavedTensorFormat:
-        known: _ReluBits | None = getattr(x, "relu_bits", None)
-        kind = self._format_for(x)
-        small = x.is_cuda and x.nbytes < compression_cost.MIN_SPARSE_BYTES
-        if known is not None and known.version == x._version and not small:
+        relu_bits: _ReluBits | None = getattr(x, "relu_bits", None)
+        block_format = self._format_for(x)
+        is_small = x.is_cuda and x.nbytes < compression_cost.MIN_SPARSE_BYTES
+        if relu_bits is not None and relu_bits.version == x._version and not is_small:
             self.compress_pending(compression_cost.MAX_PENDING_RELUS - 1)
-            found = ReluOutputTensor.from_output(_uncompressed(x), known.bits, known.counts, kind)
+            found = ReluOutputTensor.from_output(_uncompressed(x), relu_bits.bits, relu_bits.counts, block_format)
             self._pending.append(found)
             return found
-        return QuantizedTensor.from_tensor(x, kind) if kind is not None else _uncompressed(x)
+        return QuantizedTensor.from_tensor(x, block_format) if block_format is not None else _uncompressed(x)
 
     def _format_for(self, x: Tensor) -> BlockFormat | None:
-        """Of fewer bits than it has."""
+        """Return the low-precision format for x, if it is shorter than its dtype."""
         return (
             self.block_format
             if self.block_format is not None and x.element_size() > self.block_format.dtype.itemsize
@@ -262,14 +265,14 @@ class SavedTensorCompression(TorchFunctionMode):
         )
 
     def _reuse_stored(self, x: Tensor, make: Callable[[Tensor], SavedTensorFormat]) -> SavedTensorFormat:
-        """What is stored already of this tensor as it is now, else what is made."""
-        noted: Any = x
+        """Return what is stored already of this version of x, else `make(x)`."""
+        holder: Any = x
         found, version, by = getattr(x, "stored", (lambda: None, -1, None))
         stored: SavedTensorFormat | None = found() if version == x._version and by is self.hooks else None
         if stored is None:
             stored = make(x)
-            if not isinstance(stored, UncompressedTensor):  # which would keep itself alive
-                noted.weight_source = (weakref.ref(stored), x._version, self.hooks)
+            if not isinstance(stored, UncompressedTensor):  # it would keep itself alive
+                holder.stored = (weakref.ref(stored), x._version, self.hooks)
         return stored
 
 
@@ -281,13 +284,13 @@ def _unpack(stored: SavedTensorFormat) -> Tensor:
 
 
 def _uncompressed(x: Tensor, parameter: bool = False) -> UncompressedTensor:
-    # A parameter's storage may change between forward and backward, so the parameter itself is kept. Something that
-    # was computed is kept without its history: its maker, which may be what saves it, would keep itself alive.
+    # A parameter's storage may change between forward and backward, so hold the parameter itself. Detach other tensors:
+    # their grad_fn, which may be what saves them, would keep itself alive.
     return UncompressedTensor(x if x.is_leaf else x.detach(), x._version, is_counted=not parameter)
 
 
 def _is_parameter(x: Tensor) -> bool:
-    """It is a parameter, in any shape or type."""
+    """Return whether x is a parameter, in any shape or dtype."""
     if type(x) is nn.Parameter or type(x._base) is nn.Parameter:
         return True
     node: Any = x.grad_fn
@@ -301,12 +304,12 @@ def _argument(args: Any, named: Any, place: int, name: str, default: Any) -> Any
 
 
 def _pair(value: Any) -> tuple[int, int]:
-    both = tuple(value) if isinstance(value, list | tuple) else (value,)
-    return int(both[0]), int(both[-1])
+    values = tuple(value) if isinstance(value, list | tuple) else (value,)
+    return int(values[0]), int(values[-1])
 
 
 def _pool_window(x: Tensor, args: Any, named: Any) -> PoolWindow | None:
-    """Of a call of max pooling; none where the user asks for the indices, or a byte does not hold a place."""
+    """Return the windows of a max-pool call; None if it returns indices, or a byte cannot hold a position."""
     kernel = _pair(_argument(args, named, 1, "kernel_size", 0))
     stride = _argument(args, named, 2, "stride", None)
     padding, dilation = _argument(args, named, 3, "padding", 0), _argument(args, named, 4, "dilation", 1)

@@ -1,4 +1,4 @@
-"""The forms in which a saved tensor is kept. Each can make the tensor again, as often as it is asked."""
+"""Formats in which saved tensors are stored. Each can restore the tensor, any number of times."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ from echelon.kernels.activations.sparse_values import NonzeroCount, SparseValues
 from echelon.kernels.tensor_spec import TensorSpec, as_rows
 
 MAX_SPARSE_SHARE = 0.9
-"""of what all values would take, where only those that are not zero are kept"""
+"""store only nonzeros below this share of them"""
 
 
 class SavedTensorFormat(Protocol):
+    """A stored tensor."""
+
     def restore(self) -> Tensor: ...
 
     def tensors(self) -> Iterator[Tensor]:
-        """What it keeps alive."""
+        """Yield the tensors that it keeps alive."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class UncompressedTensor:
-    """As it is."""
+    """The tensor itself."""
 
     tensor: Tensor
     version: int
     is_counted: bool = True
-    """it is no parameter, which is there anyway"""
+    """False for parameters, which are in memory anyway"""
 
     @property
     def is_modified(self) -> bool:
@@ -43,8 +45,8 @@ class UncompressedTensor:
     def restore(self) -> Tensor:
         if self.is_modified:
             raise RuntimeError(
-                f"a tensor that backward needs was changed in place after forward read it ({tuple(self.tensor.shape)}, "
-                f"version {self.tensor._version} instead of {self.version}); use the operation that makes a new tensor"
+                f"a tensor that backward needs was modified in place after forward ({tuple(self.tensor.shape)}, "
+                f"version {self.tensor._version} instead of {self.version}); use an out-of-place operator"
             )
         return self.tensor
 
@@ -55,7 +57,7 @@ class UncompressedTensor:
 
 @dataclass(frozen=True, eq=False)
 class SpecOnlyTensor:
-    """Only how it lay: its values are never read."""
+    """A tensor whose values backward never reads: its spec only."""
 
     spec: TensorSpec
 
@@ -68,7 +70,7 @@ class SpecOnlyTensor:
 
 @dataclass(frozen=True, eq=False)
 class BitmaskTensor:
-    """True and false, as bits."""
+    """A boolean tensor, as bits."""
 
     spec: TensorSpec
     bits: Tensor
@@ -88,7 +90,7 @@ class BitmaskTensor:
 
 @dataclass(frozen=True, eq=False)
 class PoolIndexTensor:
-    """Indices of maxima, as places in their windows."""
+    """Max-pool indices, as positions in their windows."""
 
     codes: Tensor
     window: PoolWindow
@@ -102,7 +104,7 @@ class PoolIndexTensor:
 
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
-    """Values in fewer bits."""
+    """Values in a low-precision format."""
 
     spec: TensorSpec
     codes: Tensor
@@ -124,7 +126,7 @@ class QuantizedTensor:
 
 @dataclass(frozen=True, eq=False)
 class SparseTensor:
-    """What is not zero, in its own type or in fewer bits."""
+    """Nonzeros, in their dtype or in a low-precision format."""
 
     spec: TensorSpec
     bits: Tensor
@@ -142,10 +144,10 @@ class SparseTensor:
 
 @dataclass(eq=False)
 class ReluOutputTensor:
-    """ReLU's output: as it is until it is known how many of its values are not zero, then in fewer bytes if it can be.
+    """A ReLU output: as it is until its nonzeros are counted, then compressed if that saves memory.
 
-    Who waited for the number at once would let the device run dry. So it is asked for here, and whoever has given the
-    device more to do calls `settle`.
+    Waiting for the count at once would let the device idle. So it is copied asynchronously, and `compress` is called
+    when more work is queued on the device.
     """
 
     current: SavedTensorFormat
@@ -164,7 +166,7 @@ class ReluOutputTensor:
     def compress(self) -> None:
         if (
             not isinstance(self.current, UncompressedTensor) or self.current.is_modified
-        ):  # which is an error, and told where it is read
+        ):  # an error, which `restore` raises
             return
         x, total = self.current.tensor, self.count.wait()
         if total < MAX_SPARSE_SHARE * x.numel():
@@ -182,7 +184,7 @@ class ReluOutputTensor:
 
 @dataclass(frozen=True, eq=False)
 class StoredView:
-    """All of a tensor that is stored, seen in another shape."""
+    """A view of another stored tensor, of all its elements."""
 
     base: SavedTensorFormat
     size: tuple[int, ...]
@@ -196,10 +198,10 @@ class StoredView:
 
 
 def total_bytes(stored: Iterator[SavedTensorFormat]) -> int:
-    """What the forms keep alive, every storage once."""
-    found: dict[int, int] = {}
+    """Return the bytes that formats keep alive, every storage once."""
+    sizes: dict[int, int] = {}
     for one in stored:
         for tensor in one.tensors():
             storage: torch.UntypedStorage = tensor.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())

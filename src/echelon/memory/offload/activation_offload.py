@@ -1,18 +1,19 @@
-"""Activations on the host between forward and backward: `offload=activations`.
+"""Activation offload (`offload=activations`): saved activations are on the host between forward and backward.
 
 [Note: layer by layer]
 
     forward       layer 0      layer 1      layer 2      layer 3          backward    layer 3      layer 2      layer 1
-    down                       | 0's kept   | 1's kept   | 2's kept
-    up                                                                                | 2's        | 1's        | 0's
+    to host                    | 0's saved  | 1's saved  | 2's saved
+    to device                                                                         | 2's        | 1's        | 0's
 
-What backward reads of a layer goes down while the next layer computes, and its memory is free when the one after that
-begins. When a layer's backward begins, what the layer before it needs comes back. So the device holds about two layers'
-worth. The last layer's stays: backward begins with it. (In a pipeline other microbatches come first, and it goes too.)
+The saved tensors of a layer are copied to the host while the next layer computes, and their memory is free when the one
+after that starts. When a layer's backward starts, the previous layer's are prefetched. So the device holds about two
+layers' activations. The last layer's stay: backward starts with it. (In a pipeline other microbatches come first, and
+they are offloaded too.)
 
-torch's hooks for saved tensors see what autograd keeps inside a layer: of a layer that is recomputed, its input. Each
-storage goes once, however many views of it are kept. Parameters stay, and so does what is small. Memory on the host is
-used again from step to step.
+torch's saved-tensor hooks see what autograd saves inside a layer; of a checkpointed layer, its input. Each storage is
+copied once, however many views of it are saved. Parameters and small tensors stay. Host buffers are reused from step to
+step.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from echelon.memory.offload.host_transfer import COMPLETED, CopyEvent, HostBuffer, HostLink
 
 MIN_OFFLOAD_BYTES = {"cuda": 1 << 20, "cpu": 1 << 10}
-"""bytes of a storage that is not worth a copy"""
+"""smaller storages stay on the device"""
 
 
 class HostBufferPool:
-    """Rooms on the host by their size, used again."""
+    """Reusable host buffers, by size."""
 
     def __init__(self, link: HostLink):
         self.link = link
@@ -47,9 +48,9 @@ class HostBufferPool:
         if not free:
             self.nbytes += nbytes
             return HostBuffer(self.link.empty_pinned(nbytes, torch.uint8))
-        room = free.pop()
-        room.pending_copy.wait()  # a copy into it comes after what this thread has queued
-        return room
+        buffer = free.pop()
+        buffer.pending_copy.wait()  # order the next copy after the pending one
+        return buffer
 
     def release(self, buffer: HostBuffer, copy: CopyEvent) -> None:
         buffer.pending_copy = copy
@@ -57,7 +58,7 @@ class HostBufferPool:
 
 
 class OffloadedStorage:
-    """One storage on the host. It lives as long as autograd keeps a view of it."""
+    """One storage on the host; lives as long as autograd holds a view of it."""
 
     def __init__(self, pool: HostBufferPool, storage: torch.UntypedStorage):
         self._pool, self._buffer = pool, pool.acquire(storage.nbytes())
@@ -66,7 +67,7 @@ class OffloadedStorage:
         self._back: Tensor | None = None
 
     def prefetch(self) -> None:
-        """Starts on its way to the device."""
+        """Start the copy to the device."""
         if self._back is None:
             link = self._pool.link
             self._back = torch.empty(len(self._buffer.memory), dtype=torch.uint8, device=link.device)
@@ -79,14 +80,14 @@ class OffloadedStorage:
         return self._back.untyped_storage()
 
     def __del__(self) -> None:
-        # What came back and was never read: its memory must not be given away while it comes.
+        # A prefetched copy that was never read: its buffer must not be reused during the copy.
         self._up.wait()
         self._pool.release(self._buffer, self._up)
 
 
 @dataclass(frozen=True)
 class OffloadedView:
-    """What autograd holds in place of a tensor."""
+    """What autograd saves in place of an offloaded tensor."""
 
     storage: OffloadedStorage
     dtype: torch.dtype
@@ -101,19 +102,19 @@ class OffloadedView:
 
 
 class LayerPass:
-    """One microbatch's way through layers that follow each other: what each has sent."""
+    """One microbatch's pass through consecutive layers: the storages that each offloaded."""
 
     def __init__(self) -> None:
         self.offloaded: list[weakref.WeakSet[OffloadedStorage]] = []
 
     def prefetch(self, index: int) -> None:
-        """What a layer needs comes back."""
-        for kept in self.offloaded[index] if index >= 0 else ():
-            kept.prefetch()
+        """Start copying a layer's storages to the device."""
+        for offloaded in self.offloaded[index] if index >= 0 else ():
+            offloaded.prefetch()
 
 
 class ActivationOffloader:
-    """Sends away what the layers of a rank keep."""
+    """Offloads the saved activations of a rank's layers."""
 
     def __init__(self, link: HostLink, *, keep_last: bool):
         self.link, self.pool = link, HostBufferPool(link)
@@ -123,20 +124,20 @@ class ActivationOffloader:
             weakref.WeakKeyDictionary()
         )
         self._in_transfer: deque[list[tuple[CopyEvent, torch.UntypedStorage]]] = deque()
-        """by layer: storages that must not be given to anybody else until their copies are through"""
+        """by layer: storages that must stay allocated until their copies complete"""
         self._pass, self._layer_index = LayerPass(), -2
 
     def apply(self, model: nn.Module, names: Sequence[str]) -> None:
-        """Around the forward of each layer, in their order."""
-        found = [(index, model.get_submodule(name)) for index, name in enumerate(names)]
-        mine: list[tuple[int, Any]] = [(at, module) for at, module in found if not isinstance(module, nn.Identity)]
-        for at, module in mine[: len(mine) - self._keep_last]:
+        """Wrap the forward of each layer, in order."""
+        layers = [(index, model.get_submodule(name)) for index, name in enumerate(names)]
+        local: list[tuple[int, Any]] = [(at, module) for at, module in layers if not isinstance(module, nn.Identity)]
+        for at, module in local[: len(local) - self._keep_last]:
             module.forward = partial(self._forward_offloaded, at, module.forward)
-        for at, module in mine[len(mine) - self._keep_last :]:
+        for at, module in local[len(local) - self._keep_last :]:
             module.forward = partial(self._forward_kept, at, module.forward)
 
     def exclude(self, tensors: Sequence[Tensor]) -> None:
-        """Parameters: they are not sent."""
+        """Exclude parameters from offload."""
         for tensor in tensors:
             self._parameters.add(tensor.untyped_storage())
 
@@ -161,17 +162,17 @@ class ActivationOffloader:
         self._pass.offloaded.append(weakref.WeakSet())
         self._in_transfer.append([])
         while len(self._in_transfer) > 2:
-            for moving, _ in self._in_transfer.popleft():
-                moving.wait()
+            for copy, _ in self._in_transfer.popleft():
+                copy.wait()
 
     def _hook_prefetch(self, output: Any) -> Any:
-        """When the layer's backward begins, what the layer before it needs comes back."""
-        passing, place = self._pass, len(self._pass.offloaded) - 1
+        """Prefetch the previous layer's storages when this layer's backward starts."""
+        layer_pass, index = self._pass, len(self._pass.offloaded) - 1
 
         def before_backward(_gradient: Tensor) -> None:
             self._wait_transfers()
-            passing.prefetch(place)
-            passing.prefetch(place - 1)
+            layer_pass.prefetch(index)
+            layer_pass.prefetch(index - 1)
 
         for tensor in _iter_tensors(output):
             if tensor.requires_grad:
@@ -179,27 +180,27 @@ class ActivationOffloader:
         return output
 
     def _wait_transfers(self) -> None:
-        """Nothing is leaving: memory of what has left is free."""
+        """Wait for all copies to the host, and free their device memory."""
         while self._in_transfer:
-            for moving, _ in self._in_transfer.popleft():
-                moving.wait()
+            for copy, _ in self._in_transfer.popleft():
+                copy.wait()
 
     def _pack(self, tensor: Tensor) -> Tensor | OffloadedView:
-        # What stays is kept without its history: its maker, which may be what saves it, would keep itself alive.
-        here = tensor if tensor.is_leaf else tensor.detach()
+        # Detached: its grad_fn, which may be what saves it, would keep itself alive.
+        resident = tensor if tensor.is_leaf else tensor.detach()
         if type(tensor) is not Tensor or not tensor.is_floating_point() or tensor.device != self.link.device:
-            return here
+            return resident
         storage = tensor.untyped_storage()
         if storage.nbytes() < self._min_bytes or storage in self._parameters:
-            return here
-        version, known = self._offloaded.get(storage, (-1, None))
-        kept = known() if known is not None and version == tensor._version else None
-        if kept is None:
-            kept = OffloadedStorage(self.pool, storage)
-            self._offloaded[storage] = tensor._version, weakref.ref(kept)
-            self._in_transfer[-1].append((kept.copy_down, storage))
-            self._pass.offloaded[-1].add(kept)
-        return OffloadedView(kept, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+            return resident
+        version, reference = self._offloaded.get(storage, (-1, None))
+        offloaded = reference() if reference is not None and version == tensor._version else None
+        if offloaded is None:
+            offloaded = OffloadedStorage(self.pool, storage)
+            self._offloaded[storage] = tensor._version, weakref.ref(offloaded)
+            self._in_transfer[-1].append((offloaded.copy_down, storage))
+            self._pass.offloaded[-1].add(offloaded)
+        return OffloadedView(offloaded, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
 def _unpack(packed: Tensor | OffloadedView) -> Tensor:

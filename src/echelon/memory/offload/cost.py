@@ -1,11 +1,11 @@
-"""What lives off the device, and what that moves: the cost of `offload`. No torch.
+"""Cost of `offload`: what is off the device, and the bytes that this moves. No torch.
 
-    optimizer     optimizer states and master copies on the host, which makes the update: gradients down, weights up
+    optimizer     optimizer states and master weights on the host, which updates: gradients to the host, weights back
     params        parameters and gradients too, paged layer by layer in every pass
-    activations   to the host after forward, back before backward
-    disk          states that would be on the host, and with `params` the parameters, go on to disk
+    activations   to the host after forward, to the device before backward
+    disk          states that would be on the host, and with `params` the parameters, are on disk
 
-A share of the states may stay on the device: then the last layers' go to the host, since the next step needs them last.
+A share of the states may stay on the device: then the last layers' are offloaded, since the next step needs them last.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from echelon.layout.placement import ParamGroupSpec
 
 HOST_UPDATE_BYTES_PER_S = 1.1e11
-"""bytes that a host reads and writes in a second of its update: 16 cores beside an H200, AdamW in float32"""
+"""bytes that the host's update moves per second: 16 cores beside an H200, AdamW in float32"""
 LOW_PRECISION_STATE_SECONDS = {"bfloat16": 8e-9, "int8": 1.3e-8}
-"""that an element's update takes longer there with such moments: torch has no kernel for all of it"""
+"""additional seconds per element with such moments: torch has no fused kernel for them"""
 STATE_BYTES = 12
-"""of one parameter's master copy and moments, with AdamW in float32"""
+"""per parameter: master weight and moments of AdamW in float32"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadTraffic:
-    """Of one rank, in a step."""
+    """What one rank moves in a step."""
 
     link_bytes: float = 0.0
     """bytes between device and host"""
@@ -46,39 +46,39 @@ def offload_traffic(
     state_bytes: float = STATE_BYTES,
     offloaded_share: float = 1.0,
 ) -> OffloadTraffic:
-    """`updated` are the parameters of a rank's shard, `activations` bytes of a microbatch, `state_bytes` a parameter's.
+    """Return a rank's traffic; only its own shard of the parameters crosses its link.
 
-    `share` is that of the states which are away. Only a rank's own part of the parameters crosses its link.
+    `shard_params` are the parameters of its shard, `activation_bytes` those of a microbatch, `state_bytes` those of a
+    parameter, and `offloaded_share` the share of the states that is off the device.
     """
-    kinds, away = offload.split("+"), offloaded_share * shard_params
+    parts, offloaded = offload.split("+"), offloaded_share * shard_params
     link = disk = 0.0
-    if "params" in kinds:
-        link += accumulate * away * (gradient_bytes + 2 * compute_bytes)
+    if "params" in parts:
+        link += accumulate * offloaded * (gradient_bytes + 2 * compute_bytes)
     elif offloads_optimizer(offload):
-        link += away * (gradient_bytes + compute_bytes)
-    if "activations" in kinds:
+        link += offloaded * (gradient_bytes + compute_bytes)
+    if "activations" in parts:
         link += 2 * accumulate * activation_bytes
-    if "disk" in kinds:
-        disk += 2 * state_bytes * away
-        if "params" in kinds:
-            disk += (2 * accumulate + 1) * compute_bytes * away
+    if "disk" in parts:
+        disk += 2 * state_bytes * offloaded
+        if "params" in parts:
+            disk += (2 * accumulate + 1) * compute_bytes * offloaded
     return OffloadTraffic(
-        link_bytes=link, host_updated_params=away if offloads_optimizer(offload) else 0.0, disk_bytes=disk
+        link_bytes=link, host_updated_params=offloaded if offloads_optimizer(offload) else 0.0, disk_bytes=disk
     )
 
 
 def host_update_seconds(moment_bytes: float, states: str = "float32", *, gradient_on_host: bool) -> float:
-    """Of one parameter on the host, which reads and writes the master value, two moments, the gradient, and a cast.
+    """Return the seconds of one parameter's update on the host: master weight, two moments, gradient, and a cast.
 
-    A gradient that the host has of its `own`, before the update, is made longer, and multiplied by what clipping leaves
-    of it.
+    With `gradient_on_host` the host also converts the gradient to fp32 and multiplies it by the clipping factor.
     """
     moved = 2 * (4 + 2 * moment_bytes) + 4 + 6 + (18 if gradient_on_host else 0)
     return moved / HOST_UPDATE_BYTES_PER_S + LOW_PRECISION_STATE_SECONDS.get(states, 0.0)
 
 
 def step_link_bytes(
-    units: Sequence[ParamGroupSpec],
+    groups: Sequence[ParamGroupSpec],
     *,
     with_params: bool,
     accumulate: int,
@@ -89,23 +89,23 @@ def step_link_bytes(
     stages: Mapping[str, int] | None = None,
     recomputed: Container[str] = (),
 ) -> dict[str, int]:
-    """What one step moves for units that are away, to the byte: gradients down, parameters up.
+    """Return the exact bytes that one step moves for offloaded groups: gradients to the host, parameters to the device.
 
-    `gradient_bytes` are of an element of each unit's gradient, where it lies. `last` is the layer that backward needs
-    first, which is not freed in between. In a pipeline `stages` says how many of a rank's stages use each unit: there a
-    unit that is kept comes once a step, and gradients leave after the backward of every stage. Units in `repeated` lie
-    inside layers that are repeated, for which they come once more.
+    `gradient_bytes` are per element of each group's gradient. `last` is the layer that backward needs first, which is
+    not freed in between. In a pipeline `stages` is the number of a rank's stages that use each group: there a group
+    that stays unsharded is copied once a step, and gradients are copied after the backward of every stage. Groups in
+    `recomputed` are inside checkpointed layers, for which they are copied once more.
     """
     down = up = 0
-    for unit in units:
-        again = stages is not None or (reshard_after_forward and unit.name != last)
-        again = again and not unit.stays_unsharded
-        comes = (1 + again + (again and unit.name in recomputed)) * accumulate
-        if stages is not None and unit.stays_unsharded:
-            comes = 1
-        goes = accumulate * (stages[unit.name] if stages is not None else 1)
-        down += unit.shard_numel * gradient_bytes[unit.name] * (goes if with_params else 1)
-        up += unit.shard_numel * compute_bytes * (comes if with_params else 1)
+    for group in groups:
+        copied_again = stages is not None or (reshard_after_forward and group.name != last)
+        copied_again = copied_again and not group.stays_unsharded
+        copies_up = (1 + copied_again + (copied_again and group.name in recomputed)) * accumulate
+        if stages is not None and group.stays_unsharded:
+            copies_up = 1
+        copies_down = accumulate * (stages[group.name] if stages is not None else 1)
+        down += group.shard_numel * gradient_bytes[group.name] * (copies_down if with_params else 1)
+        up += group.shard_numel * compute_bytes * (copies_up if with_params else 1)
     return {"gradients": down, "parameters": up}
 
 
@@ -118,66 +118,66 @@ def resident_bytes(
     offloaded_share: float = 1.0,
     final: bool = False,
 ) -> dict[str, int]:
-    """A rank's bytes by category, without what is elsewhere; `layers` are those whose activations it would hold.
+    """Return a rank's bytes by category that stay on the device, with `layers` layers' activations in flight.
 
-    `share` is that of the states which are away. `ends` is the share of the parameters that lie around the layers: once
-    they are there they stay until backward is through. Gradients that are `final` when they come leave at once.
+    `offloaded_share` is that of the states. `outside_share` is the share of the parameters outside of the layers, which
+    stay until backward ends. Gradients that are `final` when they are reduced are offloaded at once.
     """
-    # Of what comes and goes, two layers' worth is there: the one at work and the one on its way.
-    some = min(1.0, 2 / max(layers, 1.0))
-    stays = dict.fromkeys(categories, 1.0)
+    # Of what is paged, two layers are on the device: the one at work and the one being copied.
+    paged_share = min(1.0, 2 / max(layers, 1.0))
+    resident_share = dict.fromkeys(categories, 1.0)
     if offloads_optimizer(offload):
-        stays |= {"optimizer": 1 - offloaded_share, "master": 1 - offloaded_share}
+        resident_share |= {"optimizer": 1 - offloaded_share, "master": 1 - offloaded_share}
     if offloads_params(offload):
-        stays["parameters"] = 1 - min(offloaded_share, 1 - outside_share) * (1 - some)
+        resident_share["parameters"] = 1 - min(offloaded_share, 1 - outside_share) * (1 - paged_share)
     if offloads_params(offload) or (offloads_optimizer(offload) and final):
-        stays["gradients"] = 1 - offloaded_share * (1 - some)
+        resident_share["gradients"] = 1 - offloaded_share * (1 - paged_share)
     if "activations" in offload.split("+"):
-        stays["activations"] = some
-    return {name: int(size * stays[name]) for name, size in categories.items()}
+        resident_share["activations"] = paged_share
+    return {name: int(size * resident_share[name]) for name, size in categories.items()}
 
 
 def offloads_params(offload: str) -> bool:
-    """Parameters and gradients leave the device."""
+    """Return whether parameters and gradients are offloaded."""
     return "params" in offload.split("+")
 
 
 def offloads_optimizer(offload: str) -> bool:
-    """Optimizer states leave the device."""
+    """Return whether optimizer states are offloaded."""
     return bool({"optimizer", "params", "disk"} & set(offload.split("+")))
 
 
-def choose_offloaded_units(units: Sequence[ParamGroupSpec], offloaded_share: float) -> frozenset[str]:
-    """The units whose states leave the device, by name: at least `share` of all elements, in whole units.
+def choose_offloaded_units(groups: Sequence[ParamGroupSpec], offloaded_share: float) -> frozenset[str]:
+    """Choose the parameter groups whose states are offloaded, by name: at least `offloaded_share` of all elements.
 
-    The last layers come first. What is whole from the start of a forward to its end comes last: the next step needs it
-    at once.
+    The last layers first. Groups that stay unsharded come last: the next step needs them at once.
     """
-    wanted = offloaded_share * sum(unit.shard_numel for unit in units)
-    found: list[str] = []
-    layers, kept = ([unit for unit in units if unit.stays_unsharded is kept] for kept in (False, True))
-    for unit in [*layers[::-1], *kept[::-1]]:
-        if wanted <= 0:
+    remaining = offloaded_share * sum(group.shard_numel for group in groups)
+    names: list[str] = []
+    layers, unsharded = ([group for group in groups if group.stays_unsharded is flag] for flag in (False, True))
+    for group in [*layers[::-1], *unsharded[::-1]]:
+        if remaining <= 0:
             break
-        found.append(unit.name)
-        wanted -= unit.shard_numel
-    return frozenset(found)
+        names.append(group.name)
+        remaining -= group.shard_numel
+    return frozenset(names)
 
 
 def min_offloaded_share(
-    units: Sequence[ParamGroupSpec], *, state_budget: float, bytes_if_resident: float, bytes_if_offloaded: float
+    groups: Sequence[ParamGroupSpec], *, state_budget: float, bytes_if_resident: float, bytes_if_offloaded: float
 ) -> float:
-    """The smallest share that fits: `room` are the bytes for states on the device, of which an element whose states
-    stay needs `stay`, and one whose states leave needs `leave`.
+    """Return the smallest offloaded share that fits `state_budget` bytes of states on the device.
+
+    An element needs `bytes_if_resident` on the device, or `bytes_if_offloaded`.
     """
-    total = sum(unit.shard_numel for unit in units)
+    total = sum(group.shard_numel for group in groups)
     if total * bytes_if_resident <= state_budget or bytes_if_resident <= bytes_if_offloaded:
         return 0.0
     return min(1.0, (total * bytes_if_resident - state_budget) / (total * (bytes_if_resident - bytes_if_offloaded)))
 
 
 def off_device_bytes(
-    units: Sequence[ParamGroupSpec],
+    groups: Sequence[ParamGroupSpec],
     *,
     with_params: bool,
     disk: bool,
@@ -186,14 +186,14 @@ def off_device_bytes(
     state_bytes: float,
     host_gradient_bytes: Mapping[str, int],
 ) -> dict[str, int]:
-    """Bytes that units hold off the device between steps, by place: on the `host`, and on `disk` in two generations.
+    """Return the bytes off the device between steps: on the `host`, and on `disk` in two generations.
 
-    `early_bytes` are of an element of a gradient that has a room of its own on the host, 0 where it has none. Buffers
-    that units share are not counted.
+    `host_gradient_bytes` are per element of a gradient with its own host buffer, 0 where it has none. Shared buffers
+    are not counted.
     """
-    size = sum(unit.shard_numel for unit in units)
+    size = sum(group.shard_numel for group in groups)
     states = size * master_bytes + round(size * state_bytes) + (size * compute_bytes if with_params else 0)
     gradients = sum(
-        unit.shard_numel * (master_bytes if with_params else host_gradient_bytes[unit.name]) for unit in units
+        group.shard_numel * (master_bytes if with_params else host_gradient_bytes[group.name]) for group in groups
     )
     return {"host": gradients + (0 if disk else states), "disk": 2 * states if disk else 0}

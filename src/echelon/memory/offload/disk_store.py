@@ -1,14 +1,14 @@
-"""Tensors in files: two generations of each unit's, of which one is whole at any time.
+"""Tensors on disk: two generations per parameter group, of which one is complete at any time.
 
 [Note: what a failure leaves]
 
-An update writes the new generation beside the old one, and units change over together, when the last of them is
-written. So a full disk, a short write or a dead process leaves the states of the step before, whole, on disk; files
-stay where they are after an error. What a run needs is reserved when it begins: a disk that is too small is found
-before the first step.
+An update writes the new generation beside the old one, and all groups switch together, when the last of them is
+written. So a full disk, a short write or a dead process leaves the complete states of the previous step on disk; after
+an error the files stay. Disk space is reserved at the start of a run: a disk that is too small fails before the first
+step.
 
-    FOLDER/echelon-rank0-…/blocks.3.states.0   .1   master values, then whatever the optimizer keeps, one by one
-    FOLDER/echelon-rank0-…/blocks.3.part.0     .1   with `params`, the part of the parameters in the compute type
+    FOLDER/echelon-rank0-…/blocks.3.states.0   .1   master weights, then the optimizer states, one by one
+    FOLDER/echelon-rank0-…/blocks.3.part.0     .1   with `params`, the parameter shard in the compute dtype
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHUNK = 1 << 26
 
 
 class DiskError(ValueError):
-    """Something is wrong with a file or its disk."""
+    """A file of states, or its disk, failed."""
 
 
 class DiskStore:
@@ -45,12 +45,12 @@ class DiskStore:
         weakref.finalize(self, _close, self._files)
         self.reserved = 0
         self.committed = 0
-        """the generation that a failure leaves"""
+        """the generation that survives a failure"""
         self.latest = 0
-        """the one that was written last"""
+        """the last written one"""
 
     def reserve(self, nbytes: int) -> None:
-        """So many bytes for each generation, or an error now."""
+        """Reserve bytes for each generation, or raise."""
         if nbytes <= self.reserved:
             return
         for file, path in zip(self._files, self.paths, strict=True):
@@ -61,7 +61,7 @@ class DiskStore:
         self.reserved = nbytes
 
     def load(self, tensors: Sequence[Tensor]) -> None:
-        """Reads the generation that was written last."""
+        """Read the last written generation."""
         file, path, offset = self._files[self.latest], self.paths[self.latest], 0
         for tensor in tensors:
             view = _as_memoryview(tensor)
@@ -73,14 +73,14 @@ class DiskStore:
                     raise _disk_error(error, path, len(view)) from error
                 if count == 0:
                     raise DiskError(
-                        f"a file of states is shorter than what was written ({path}: {offset + done:,} bytes of "
-                        f"{offset + len(view):,}); something cut it off, and what it held is lost"
+                        f"a file of states is truncated ({path}: {offset + done:,} bytes of "
+                        f"{offset + len(view):,}); its states are lost, so resume from a checkpoint"
                     )
                 done += count
             offset += len(view)
 
     def save(self, tensors: Sequence[Tensor]) -> None:
-        """Writes the other generation than the kept one."""
+        """Write the generation that is not committed."""
         target = 1 - self.committed
         file, path, offset = self._files[target], self.paths[target], 0
         for tensor in tensors:
@@ -92,25 +92,27 @@ class DiskStore:
                 except OSError as error:
                     raise _disk_error(error, path, len(view)) from error
                 if count == 0:
-                    raise DiskError(f"a write to a file of states ended short ({path}); the states before it are kept")
+                    raise DiskError(
+                        f"a write to a file of states was short ({path}); the previous step's states are intact"
+                    )
                 done += count
             offset += len(view)
         self.latest = target
 
     def commit(self) -> None:
-        """What was written last is what a failure leaves."""
+        """Make the last written generation the one that survives a failure."""
         self.committed = self.latest
 
     def roll_back(self) -> None:
-        """What was written since then does not count."""
+        """Discard what was written since the last commit."""
         self.latest = self.committed
 
 
 class DiskFolder:
-    """A rank's folder of stores, with a thread that reads and one that writes. It goes with its last user."""
+    """A rank's folder of stores, with a reader and a writer thread; removed with its last user."""
 
     def __init__(self, folder: Path, name: str):
-        """A new folder in this one, which is made where it is not there."""
+        """Create a new folder inside `folder`, which is created if missing."""
         made = not folder.exists()
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -119,28 +121,28 @@ class DiskFolder:
             raise _disk_error(error, folder, 0) from error
         self.reader, self.writer = HostWorker("echelon-read"), HostWorker("echelon-write")
         self.errors: list[BaseException] = []
-        """files are left where they are after an error"""
+        """after an error the files stay"""
         self._finalizer = weakref.finalize(self, _clean, self.folder, made, self.errors)
 
     def open_store(self, name: str) -> DiskStore:
-        """A pair of files, by a unit's name."""
+        """Open a pair of files, by a parameter group's name."""
         return DiskStore(self.folder / name)
 
     def close(self) -> None:
-        """When everything is read and written: the files are gone, unless something went wrong."""
+        """Finish reads and writes, and remove the files unless there was an error."""
         self.reader.stop()
         self.writer.stop()
         self._finalizer()
 
     def check_free_space(self, nbytes: int) -> None:
-        """There is room for so many bytes, or an error that says how many there are."""
+        """Raise if fewer than `nbytes` bytes are free."""
         free = _free_bytes(self.folder)
         if nbytes > free:
             raise DiskError(_disk_full_text(self.folder, nbytes, free))
 
 
 def _as_memoryview(tensor: Tensor) -> memoryview:
-    """Its memory. (numpy would take it over, and then it could not be let go of.)"""
+    """Return a tensor's memory. (numpy would hold a reference that prevents freeing it.)"""
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
@@ -154,16 +156,16 @@ def _disk_error(error: OSError, path: Path, nbytes: int) -> DiskError:
         return DiskError(_disk_full_text(path, nbytes, _free_bytes(path.parent)))
     if error.errno in (errno.EDQUOT, errno.EFBIG):
         return DiskError(
-            f"a file of states may not be so long ({path}: {nbytes:,} bytes needed; {(error.strerror or '').lower()}); "
-            "raise the limit of this user or process (quota, ulimit -f), or name another folder (memory.disk)"
+            f"a file of states exceeds a limit ({path}: {nbytes:,} bytes needed; {(error.strerror or '').lower()}); "
+            "raise the limit of this user or process (quota, ulimit -f), or set another folder (memory.disk)"
         )
-    return DiskError(f"a file of states cannot be used ({path}: {(error.strerror or str(error)).lower()})")
+    return DiskError(f"a file of states failed ({path}: {(error.strerror or str(error)).lower()})")
 
 
 def _disk_full_text(path: Path, nbytes: int, free: int) -> str:
     return (
-        f"the disk is full ({path}: {nbytes:,} bytes needed, {free:,} free); free some space, name a folder on another "
-        "disk (memory.disk), or let fewer states leave the device (memory.host)"
+        f"the disk is full ({path}: {nbytes:,} bytes needed, {free:,} free); free some space, set a folder on another "
+        "disk (memory.disk), or offload fewer states (memory.host)"
     )
 
 
@@ -177,5 +179,5 @@ def _clean(folder: Path, made: bool, failed: list[BaseException]) -> None:
         return
     shutil.rmtree(folder, ignore_errors=True)
     if made:
-        with suppress(OSError):  # another rank's may still be there
+        with suppress(OSError):  # another rank's folder may still be there
             folder.parent.rmdir()

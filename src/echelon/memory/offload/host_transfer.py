@@ -1,13 +1,13 @@
-"""Between a device and its host: copies beside compute, and every byte that crosses, counted.
+"""Copies between a device and its host, overlapped with compute, with every byte counted.
 
-On a GPU a copy runs on a stream of its own, one for each way, from and into memory that is locked in its place. On a
-CPU, where "device" and "host" are two tensors in one memory, it is made at once; nothing above this file differs.
+On a GPU each direction has a copy stream, and host memory is pinned. On a CPU, where "device" and "host" are two
+tensors in one memory, copies are synchronous; nothing above this file differs.
 
 [Note: three clocks]
 
-Python queues work; the compute stream does it later; a copy stream does its own at the same time. So a copy names what
-it waits for, a `Mark` on the compute stream, and who needs it waits for its `Moving`: `wait` makes the compute stream
-wait, and Python goes on; `done` makes Python wait, after which memory at both ends may be used for something else.
+Python queues work; the compute stream executes it later; copy streams run at the same time. So a copy names what it
+waits for, an event on the compute stream, and readers wait for its `CopyEvent`: `wait` makes the compute stream wait
+while Python continues; `synchronize` makes Python wait, after which memory at both ends may be reused.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ import torch
 from torch import Tensor
 
 DOWN, UP = "down", "up"
-"""to the host, and back"""
+"""to the host, and to the device"""
 MIN_REGISTERED_BYTES = 1 << 20
-"""bytes from which memory is locked as it is; torch would round its size up to a power of two"""
+"""larger buffers are registered as pinned memory: torch's pinned allocator would round them up to a power of two"""
 
 
 class CopyEvent:
-    """A copy under way, or a mark: what was queued when it was made. Without an event it is through."""
+    """An event: a copy, or the work queued so far. Without a CUDA event it is complete."""
 
     def __init__(self, event: Any = None):
         self._event = event
 
     def wait(self) -> None:
-        """What the device is given after this begins when the copy is through."""
+        """Make the current stream wait for the copy."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
 
     def synchronize(self) -> None:
-        """Returns when the copy is through."""
+        """Block until the copy is complete."""
         if self._event is not None:
             self._event.synchronize()
 
@@ -54,7 +54,7 @@ COMPLETED = CopyEvent()
 
 
 class HostLink:
-    """One device's way to its host."""
+    """The link between a device and its host."""
 
     def __init__(self, device: torch.device):
         self.on_gpu = device.type == "cuda"
@@ -62,19 +62,19 @@ class HostLink:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self.bytes_moved: Counter[tuple[str, str]] = Counter()
-        """bytes, by way and by what they are"""
+        """bytes, by direction and category"""
         self._lock = threading.Lock()
         self._streams: dict[str, Any] = {}
         if self.on_gpu:
-            self._streams = {way: torch.cuda.Stream(device) for way in (DOWN, UP)}
+            self._streams = {direction: torch.cuda.Stream(device) for direction in (DOWN, UP)}
 
     def set_device(self) -> None:
-        """A new thread works with this device. It would begin with the first, and take some of its memory."""
+        """Set a new thread's device; it would default to the first, and allocate a context there."""
         if self.on_gpu:
             torch.cuda.set_device(self.device)
 
     def empty_pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory on the host that copies may use beside compute."""
+        """Allocate host memory that asynchronous copies may use."""
         if not self.on_gpu:
             return torch.empty(numel, dtype=dtype)
         if numel * dtype.itemsize < MIN_REGISTERED_BYTES:
@@ -82,7 +82,7 @@ class HostLink:
         return _pin(torch.empty(numel, dtype=dtype))
 
     def record_event(self) -> CopyEvent:
-        """What this thread has given the device so far."""
+        """Record what this thread has queued on the device so far."""
         if not self.on_gpu:
             return COMPLETED
         return CopyEvent(_event(torch.cuda.current_stream(self.device)))
@@ -96,24 +96,24 @@ class HostLink:
         after: CopyEvent | None = None,
         factor: Tensor | None = None,
     ) -> CopyEvent:
-        """From the device to the host; with a `factor` the source is multiplied by it first, where it lies."""
+        """Copy from the device to the host; with `factor`, multiply the source by it in place first."""
         return self._copy(DOWN, source, target, category, after, factor)
 
     def copy_to_device(
         self, source: Tensor, target: Tensor, category: str, *, after: CopyEvent | None = None
     ) -> CopyEvent:
-        """From the host to the device. Without `after` it waits for everything that this thread has queued."""
+        """Copy from the host to the device; without `after`, after everything that this thread has queued."""
         return self._copy(UP, source, target, category, after, None)
 
     def read_async(self, tensor: Tensor) -> Callable[[], list[float]]:
-        """Asks for a few numbers as they are now. Whoever reads them waits for what made them."""
-        there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.on_gpu)
-        there.copy_(tensor, non_blocking=True)
-        come = self.record_event()
+        """Start reading a few numbers; the returned function waits for them."""
+        host_tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.on_gpu)
+        host_tensor.copy_(tensor, non_blocking=True)
+        ready = self.record_event()
 
         def read() -> list[float]:
-            come.synchronize()
-            return there.tolist()
+            ready.synchronize()
+            return host_tensor.tolist()
 
         return read
 
@@ -129,10 +129,10 @@ class HostLink:
     ) -> CopyEvent:
         with self._lock:
             self.bytes_moved[direction, category] += source.nbytes
-        mark = self.record_event() if after is None else after
+        start = self.record_event() if after is None else after
         with self._stream_context(direction) as _:
             if self.on_gpu:
-                mark.block_stream(self._streams[direction])
+                start.block_stream(self._streams[direction])
             if factor is not None:
                 source.mul_(factor)
             target.copy_(source, non_blocking=True)
@@ -145,14 +145,14 @@ class HostLink:
 
 
 def _event(stream: Any) -> Any:
-    """On a stream, now. Whoever waits for it sleeps, and leaves its core to others."""
+    """Record an event on a stream. Waiting for it sleeps, which leaves the core to others."""
     event = torch.cuda.Event(blocking=True)
     event.record(stream)
     return event
 
 
 def _pin(tensor: Tensor) -> Tensor:
-    """The tensor, or one like it, whose memory the system may no longer move, until it is freed."""
+    """Pin a tensor's memory until it is freed; return it, or a pinned tensor like it."""
     cudart: Any = torch.cuda.cudart()
     if int(cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)):
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -162,20 +162,20 @@ def _pin(tensor: Tensor) -> Tensor:
 
 
 class HostBuffer:
-    """One of some buffers on the host that are used in turn."""
+    """A reusable buffer on the host."""
 
     def __init__(self, memory: Tensor):
         self.memory = memory
         self.pending_copy = COMPLETED
-        """what is still reading it"""
+        """the last copy that uses it"""
 
     def view(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """As a tensor of so many elements."""
+        """View the buffer as `numel` elements."""
         return self.memory[: numel * dtype.itemsize].view(dtype)
 
 
 class HostBufferQueue:
-    """So many of them, for whichever thread asks. They are made when they are first needed."""
+    """At most `count` host buffers, shared by threads and allocated on first use."""
 
     def __init__(self, link: HostLink, count: int, nbytes: int):
         self._make: Callable[[], Tensor] = lambda: link.empty_pinned(nbytes, torch.uint8)
@@ -183,23 +183,23 @@ class HostBufferQueue:
         self._free: queue.SimpleQueue[HostBuffer] = queue.SimpleQueue()
 
     def acquire(self) -> HostBuffer:
-        """A free one; waits until there is one."""
+        """Return a free buffer; block until there is one."""
         with self._lock:
-            fresh = self._free.empty() and self._left > 0
-            self._left -= fresh
-        room = HostBuffer(self._make()) if fresh else self._free.get()
-        room.pending_copy.synchronize()
-        room.pending_copy = COMPLETED
-        return room
+            allocate = self._free.empty() and self._left > 0
+            self._left -= allocate
+        buffer = HostBuffer(self._make()) if allocate else self._free.get()
+        buffer.pending_copy.synchronize()
+        buffer.pending_copy = COMPLETED
+        return buffer
 
     def try_acquire(self) -> HostBuffer | None:
-        """A free one, or none."""
+        """Return a free buffer, or None."""
         with self._lock:
             if self._left <= 0 and self._free.empty():
                 return None
         return self.acquire()
 
     def release(self, buffer: HostBuffer, copy: CopyEvent = COMPLETED) -> None:
-        """It is free when `moving` is through."""
+        """Release a buffer, which is free once `copy` completes."""
         buffer.pending_copy = copy
         self._free.put(buffer)

@@ -1,7 +1,7 @@
-"""A thread of the host's that works beside the device, and what others wait for.
+"""A worker thread on the host, beside the device's work, and handles to wait for its jobs.
 
-It does jobs in the order in which it is given them. What goes wrong in one is raised where its `Turn` is waited for,
-and the jobs after it are not done. The thread ends with whoever asked for it; it holds nothing but its jobs.
+It runs jobs in the order they are submitted. An exception in a job is raised where its `JobHandle` is waited for, and
+later jobs do not run. The thread ends with its owner; it holds nothing but its jobs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Job = Callable[[], None]
 
 
 class JobHandle:
-    """Something that a worker has promised."""
+    """A submitted job."""
 
     def __init__(self, description: str = "", *, done: bool = False):
         self.description = description
@@ -35,18 +35,18 @@ class JobHandle:
         self._event.set()
 
     def wait(self) -> None:
-        """Until it is done; raises what went wrong."""
+        """Wait until the job is done; raise its exception."""
         self._event.wait()
         if self.error is not None:
-            kind = ValueError if isinstance(self.error, ValueError) else RuntimeError
-            raise kind(f"{self.description} failed on the host: {self.error}") from self.error
+            error_type = ValueError if isinstance(self.error, ValueError) else RuntimeError
+            raise error_type(f"{self.description} failed on the host: {self.error}") from self.error
 
 
 FINISHED = JobHandle(done=True)
 
 
 class HostWorker:
-    """The thread."""
+    """The worker thread."""
 
     def __init__(self, name: str):
         self._jobs: queue.SimpleQueue[tuple[Job, JobHandle] | None] = queue.SimpleQueue()
@@ -56,29 +56,29 @@ class HostWorker:
         self._finalizer = weakref.finalize(self, _stop, self._jobs, self._thread)
 
     def submit(self, description: str, job: Job) -> JobHandle:
-        """A job for the thread; `what` says in an error what it was."""
+        """Submit a job; errors name it by its `description`."""
         if not self._finalizer.alive:
-            raise ValueError(f"nobody is left to do {description} (the engine is closed); make another engine")
-        turn = JobHandle(description)
-        self._jobs.put((job, turn))
-        return turn
+            raise ValueError(f"cannot run {description}: the engine is closed; create a new engine")
+        handle = JobHandle(description)
+        self._jobs.put((job, handle))
+        return handle
 
     def stop(self) -> None:
-        """When all jobs are done."""
+        """Stop when all jobs are done."""
         self._finalizer()
 
 
 def _work(jobs: queue.SimpleQueue[tuple[Job, JobHandle] | None], failed: list[BaseException]) -> None:
-    while (given := jobs.get()) is not None:
-        job, turn = given
+    while (submitted := jobs.get()) is not None:
+        job, handle = submitted
         if not failed:
             try:
                 job()
-            except BaseException as error:  # whoever waits for it raises it
-                traceback.clear_frames(error.__traceback__)  # or they would keep what the job held
+            except BaseException as error:  # its handle raises it
+                traceback.clear_frames(error.__traceback__)  # frames would keep the job's tensors alive
                 failed.append(error)
-        turn.finish(failed[0] if failed else None)
-        del given, job, turn  # nothing is kept while the thread waits
+        handle.finish(failed[0] if failed else None)
+        del submitted, job, handle  # release references while the thread waits
 
 
 def _stop(jobs: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
