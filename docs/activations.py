@@ -26,7 +26,7 @@ def recomputed(model: str, seq_len: int) -> tuple[Sequence[str], Rows]:
         again = recomputed_flops(found, flops - 6 * shape.vocab * shape.width, attention)
         cells = (f"{flops / 1e9:.3f}", f"{again / 1e9:.3f}", f"{1 + again / flops:.2f}")
         rows.append((f"`recompute={word}`", *cells))
-    return ("layout", "GFLOP per token needed", "GFLOP per token repeated", "HFU / MFU"), rows
+    return ("layout", "GFLOP per token needed", "GFLOP per token recomputed", "HFU / MFU"), rows
 
 
 def measured() -> dict[str, list[tuple[int, float]]]:
@@ -41,7 +41,7 @@ def kept_over_layers() -> tuple[Sequence[str], Rows]:
         sizes_of = [f"{size / 2**20:.2f}" for _, size in points]
         rows.append((f"`recompute={word}`", *sizes_of, f"{slope(points):.2f}"))
     depths = [f"{layers} layers" for layers, _ in next(iter(found.values()))]
-    return ("MiB at the fullest moment", *depths, "slope"), rows
+    return ("peak MiB", *depths, "slope"), rows
 
 
 def slope(points: Sequence[tuple[int, float]]) -> float:

@@ -22,7 +22,7 @@ def title(run: dict[str, Any]) -> str:
 
 
 def measured() -> tuple[Sequence[str], Iterator[Sequence[str]]]:
-    head = ("model", "`compress`", "MiB kept", "smaller", "error of the gradient", "time of a step", "peak MiB")
+    head = ("model", "`compress`", "MiB stored", "smaller", "error of the gradient", "time of a step", "peak MiB")
     return head[: _columns()], _rows()
 
 

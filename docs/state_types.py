@@ -26,7 +26,7 @@ TYPES: dict[str, dict[str, int]] = {
 
 def rows(units: Sequence[ParamGroupSpec]) -> Iterator[tuple[str, ...]]:
     policy, count = zero.sharding_policy(Layout.parse("dp=1,accumulate=2")), sum(unit.numel for unit in units)
-    for told, sizes in TYPES.items():
+    for label, sizes in TYPES.items():
         held = dp_cost.state_bytes(units, policy, moments=2, **sizes)
         each = [size / count for category, size in held.items() if category != "versions"]
-        yield told, *(f"{size:g}" for size in (*each, sum(each)))
+        yield label, *(f"{size:g}" for size in (*each, sum(each)))

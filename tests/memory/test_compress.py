@@ -220,7 +220,7 @@ def test_a_change_in_place_while_it_waits_is_noticed() -> None:
         y.add_(1)  # before anybody knows how many are not zero
         other = (x * 3).relu().square().sum()
     other.backward()
-    with pytest.raises(RuntimeError, match=r"changed in place .* use the operation"):
+    with pytest.raises(RuntimeError, match=r"modified in place .* use an out-of-place operator"):
         out.backward()
 
 
@@ -266,7 +266,7 @@ def test_a_change_in_place_is_noticed_or_harmless() -> None:
         y = x * 2
         out = y.square().sum()
     y.add_(1)
-    with pytest.raises(RuntimeError, match=r"changed in place .* use the operation"):
+    with pytest.raises(RuntimeError, match=r"modified in place .* use an out-of-place operator"):
         out.backward()
     with ec.compressed("lossless"):
         y = (x * 2).relu()
@@ -355,7 +355,7 @@ def test_faults_are_told_before_a_run() -> None:
         Engine(models.build(LLAMA, "meta"), "recompute=ops", options=ParallelOptions(compress="lossless"))
     with pytest.raises(ValueError, match="no such choice"):
         ParallelOptions(compress="gzip")
-    with pytest.raises(ValueError, match="no such compression"), ec.compressed("gzip"):
+    with pytest.raises(ValueError, match="unknown compression"), ec.compressed("gzip"):
         pass
 
 

@@ -116,7 +116,7 @@ def test_a_repetition_and_a_rehearsal_leave_the_generator_as_it_was(recompute: s
 
 
 def test_what_was_changed_in_place_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"layers\.0 made was changed in place"):
+    with pytest.raises(ValueError, match=r"an output of layers\.0 was modified in place"):
         own_gradients(InPlace, "every:2")
 
 

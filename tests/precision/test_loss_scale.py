@@ -42,7 +42,7 @@ def test_a_fixed_scale_stays():
 
 @pytest.mark.parametrize(("start", "every"), [(0.0, 0), (-1.0, 3), (float("inf"), 0), (float("nan"), 0), (1.0, -1)])
 def test_a_scale_that_is_none_is_refused(start, every):
-    with pytest.raises(ValueError, match="a loss scale is a number above 0"):
+    with pytest.raises(ValueError, match="a loss scale must be positive"):
         LossScale(start=start, every=every)
 
 
