@@ -353,7 +353,7 @@ def test_faults_are_told_before_a_run() -> None:
         Config.load(None, ["compress=lossless", "layout=recompute=ops"])
     with pytest.raises(ValueError, match="recompute=ops"):
         Engine(models.build(LLAMA, "meta"), "recompute=ops", options=ParallelOptions(compress="lossless"))
-    with pytest.raises(ValueError, match="no such choice"):
+    with pytest.raises(ValueError, match="unknown value"):
         ParallelOptions(compress="gzip")
     with pytest.raises(ValueError, match="unknown compression"), ec.compressed("gzip"):
         pass
