@@ -127,7 +127,7 @@ def test_a_disk_that_fills_up_ends_the_run_at_the_next_step(tmp_path, monkeypatc
 
 def test_a_complete_run_is_not_resumed(pool, undisturbed):
     _, told = undisturbed
-    with pytest.raises(RankError, match=r"the run is through \(step 9 of 9\); set steps to more"):
+    with pytest.raises(RankError, match=r"the run is already complete \(step 9 of 9\); increase steps"):
         pool.run(train, 2, resumed_config(Path(told["run"]), []), told["run"])
 
 

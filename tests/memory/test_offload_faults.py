@@ -164,7 +164,7 @@ def test_what_cannot_be_is_refused(layout: str, word: str) -> None:
 def test_an_own_loop_has_its_own_update() -> None:
     from echelon.training.wrap import wrap
 
-    with pytest.raises(ValueError, match="yours is in your own loop"):
+    with pytest.raises(ValueError, match="offload requires the engine's optimizer"):
         wrap(models.build(SHAPE, "cpu"), "offload=optimizer")
 
 

@@ -178,16 +178,16 @@ def test_gradients_are_long_only_where_they_are_added_up(pool: RankPool, layout:
 
 @pytest.mark.parametrize(
     ("layout", "gradients", "why"),
-    [("dp=1", "bfloat16", "a gradient is never added to"), ("dp=1,accumulate=2", "float32", "gradients accumulate")],
+    [("dp=1", "bfloat16", "gradients do not accumulate"), ("dp=1,accumulate=2", "float32", "gradients accumulate")],
 )
 def test_the_types_in_force_are_told(layout: str, gradients: str, why: str) -> None:
     engine = engine_of(layout, OptimizerConfig(states="bfloat16"))
     rows = resolved_settings(Config(batch=engine.layout.batch), engine, PeakFlops(flops=1.0, source=""), 1)
     told = {name: f"{value} ({reason})" for name, value, reason in rows}
-    assert f"gradients {gradients}" in told["types"]
-    assert why in told["types"]
-    assert "master float32 (in two halves" in told["types"]
-    assert told["moments"].startswith("bfloat16 (rounded up or down by chance")
+    assert f"gradients {gradients}" in told["dtypes"]
+    assert why in told["dtypes"]
+    assert "master float32 (split" in told["dtypes"]
+    assert told["moments"].startswith("bfloat16 (stochastic rounding")
 
 
 def test_lazy_gradients_are_there_from_backward_to_update() -> None:

@@ -67,7 +67,7 @@ def test_settings_become_a_loss_scale(settings, scale):
     ("settings", "words"),
     [
         (("precision.master=none",), "needs 16-bit weights"),
-        (("dtype=float16", "precision.master=none"), "needs 16-bit weights that are rounded by chance"),
+        (("dtype=float16", "precision.master=none"), "requires bfloat16 weights with stochastic rounding"),
         (("precision.loss_scale=0",), "is out of range"),
         (("precision.loss_scale=dynamyc",), 'did you mean "dynamic"?'),
         (("precision.loss_scale=true",), "is not a number"),
@@ -230,16 +230,16 @@ def printed(layout, settings):
 
 def test_the_types_in_force_are_told(pool):
     rows = pool.run(printed, 2, "dp=2,accumulate=2", ["dtype=float16", 'precision.keep_fp32=["*norm*"]'])[0]
-    assert rows["types"][0] == "compute float16, master float32, gradients float32"
+    assert rows["dtypes"][0] == "compute float16, master float32, gradients float32"
     assert rows["loss scale"][0] == "dynamic, from 65536"
     assert rows["reduction"][0].endswith(", in float32")
-    assert rows["kept in float32"][0].startswith("5 parameters: blocks.0.norm1.weight")
+    assert rows["in float32"][0].startswith("5 parameters: blocks.0.norm1.weight")
     rows = pool.run(
         printed, 2, "dp=2,accumulate=2", ["dtype=bfloat16", "precision.master=none", "precision.reduce=same"]
     )[0]
-    assert rows["types"] == (
-        "compute bfloat16, master none (updates are rounded up or down by chance), gradients bfloat16",
-        "gradients accumulate and are reduced as precision.reduce asks; sums inside products are float32",
+    assert rows["dtypes"] == (
+        "compute bfloat16, master none (stochastic rounding), gradients bfloat16",
+        "gradients accumulate and are reduced as in precision.reduce; the accumulation dtype of GEMMs is float32",
     )
     assert rows["reduction"][0].endswith(", in bfloat16")
 

@@ -59,8 +59,8 @@ def stopped_late(config: Config, step: int) -> None:
     with join_process_group("cpu") as world:
         task = build_task(config, nullcontext())
         engine = Engine(task.build(), config.layout, config.optimizer)
-        run = Run.create(config, {}).path if world.rank == 0 else None
-        checkpoints = RunCheckpoints(config, engine, run, resuming=False, log=lambda kind, facts: None)
+        run = Run.create(config, {}) if world.rank == 0 else None
+        checkpoints = RunCheckpoints(config, engine, run, resuming=False)
         engine.num_steps = step
         checkpoints.after_step(step, last=True)
         checkpoints.finish()

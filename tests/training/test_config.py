@@ -144,7 +144,7 @@ def test_keys_without_effect_on_a_module_of_ones_own(tmp_path):
     idle = ["dropout=0.1", "tied=true", "seq_len=8", "data.mask_documents=true", "sample.tokens=0", "eval.every=0"]
     found = faults_of(own(tmp_path), *idle)
     assert found.keys() == {setting.partition("=")[0] for setting in idle}
-    assert all("has no effect with a module of your own" in fault.message for fault in found.values())
+    assert all("has no effect with a custom model" in fault.message for fault in found.values())
 
 
 def test_shard_options_have_an_effect_under_zero_3_only():

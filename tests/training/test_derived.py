@@ -28,11 +28,11 @@ def test_every_number_that_was_chosen_is_told_with_its_reason(pool):
     rows = pool.run(rows_on, 2, "dp=2,zero=2,microbatch=3,accumulate=2")[0]
     assert rows["layout"][0] == "dp=2,zero=2,microbatch=3,accumulate=2"
     assert rows["batch"] == ("12 sequences x 9 tokens", "dp 2 x microbatch 3 x accumulate 2")
-    assert rows["types"][0] == "compute float64, master float64, gradients float64"
+    assert rows["dtypes"][0] == "compute float64, master float64, gradients float64"
     assert rows["time-out"][0] == "12.5 s"
     assert rows["threads"][0] == "3"
     assert rows["peak"] == ("2 TFLOP/s per device", "named")
-    assert {"reduction", "units", "states per rank", "collectives"} <= rows.keys()
+    assert {"reduction", "parameter groups", "states per rank", "collectives"} <= rows.keys()
     assert all(value and why for value, why in rows.values())
     assert "vocabulary" not in rows, "nothing is padded without tensor parallelism"
 
@@ -46,7 +46,7 @@ def test_what_a_budget_chose_and_what_segments_keep_is_told():
     assert value.endswith("none")
     assert "of 0.0002 GiB at the peak" in why
     rows = rows_of(engine_of(tiny(layers=4), "recompute=every:3"))
-    assert rows["recompute"] == ("segments of 3 layers", "2 inputs are kept of 4 layers on a rank")
+    assert rows["recompute"] == ("segments of 3 layers", "2 inputs are saved of 4 layers on a rank")
 
 
 def test_padding_and_copies_of_tensor_parallelism_are_told(pool):
@@ -60,7 +60,7 @@ def test_a_grids_share_and_its_padding_are_told(pool):
     rows = pool.run(rows_on, 4, "tp=4,tp_kind=2d,microbatch=3", 1)[0]
     assert rows["grid"] == (
         "1 x 2 x 2 ranks, 2 sequence(s) and 8 columns on each",
-        "activations are divided; 3 sequence(s) are padded to 4",
+        "activations are sharded; 3 sequence(s) padded to 4",
     )
     assert rows["vocabulary"][0] == "257 padded to 258"
     assert rows["key-value heads"] == ("1, each on 2 ranks", "a side of the grid is a multiple of them")
@@ -86,28 +86,28 @@ def test_what_an_optimizer_chose_is_told():
     def told(**changes):
         return rows_of(engine_of(tiny("llama"), "dp=1", optimizer=OptimizerConfig(**changes)))
 
-    assert told()["optimizer"] == ("adamw, betas [0.9, 0.95]", "as is usual for it")
-    assert told(name="sgd", momentum=0.9)["optimizer"] == ("sgd, momentum 0.9", "as asked")
+    assert told()["optimizer"] == ("adamw, betas [0.9, 0.95]", "its default")
+    assert told(name="sgd", momentum=0.9)["optimizer"] == ("sgd, momentum 0.9", "as configured")
     assert "optimizer" not in told(name="sm3")
     muon = told(name="muon", ema=0.99, in_backward=True)
     assert muon["optimizer"][0] == "muon, betas [0.9, 0.95], momentum 0.95"
-    assert muon["by AdamW"][0] == "7 of 21 parameters here"
-    assert muon["average"][0] == "of the weights, decay 0.99"
+    assert muon["by AdamW"][0] == "7 of 21 parameters on this rank"
+    assert muon["EMA"][0] == "of the weights, decay 0.99"
     assert muon["update"][0] == "in backward"
     assert told(states="int8")["moments"][1].startswith("256 elements share a scale")
 
 
 def test_what_lives_off_the_device_and_what_will_cross_is_told():
     rows = rows_on("accumulate=2,offload=params+activations+disk")
-    assert rows["away"][0].startswith("5 of 5 units: ")
-    assert "on the host and" in rows["away"][0]
-    assert "of gradients down" in rows["link"][0]
+    assert rows["offload"][0].startswith("5 of 5 parameter groups: ")
+    assert "on the host and" in rows["offload"][0]
+    assert "of gradients to the host" in rows["transfers"][0]
     assert rows["activations"][0] == "on the host between forward and backward"
     assert "master" not in rows["states per rank"][1]
-    assert "away" not in rows_on("dp=1")
+    assert "offload" not in rows_on("dp=1")
     part = rows_of(Engine(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "offload=optimizer", options=half()))
-    assert part["away"] == (
-        "1 of 2 units: 0 MiB on the host per rank",
+    assert part["offload"] == (
+        "1 of 2 parameter groups: 0 MiB on the host per rank",
         "the last layers, which the next step needs last",
     )
 

@@ -167,7 +167,7 @@ def test_a_broken_rank_is_left_out_and_the_rest_goes_on_in_another_layout(tmp_pa
     assert change["predicted_step_s"] > 0
     assert summary.time["restarts"] == 1  # the second attempt did not come to its start
     told = capfd.readouterr().err
-    assert "The run goes on without that rank: layout dp=3" in told
+    assert "The run continues without that rank: layout dp=3" in told
     assert records(path, "resume")[-1]["layout"] == change["to"]
 
 
@@ -264,7 +264,7 @@ def test_sigterm_of_one_process_exits_as_is_usual(tmp_path):
     (stopped,) = records(path, "stopped")
     assert done.exit_code == EXIT_STATUS == 143
     said = " ".join(done.output.split())
-    assert f"stopped by SIGTERM after step {stopped['step']}; go on with: echelon train --resume" in said
+    assert f"stopped by SIGTERM after step {stopped['step']}; resume with: echelon train --resume" in said
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["terminated", "interrupted"])

@@ -95,7 +95,7 @@ def test_the_log_has_a_line_for_everything(pool, config):
     assert lines[-1]["kind"] == "end"
     assert lines[-1]["loss"] == summary.loss == steps[-1]["loss"]
     assert run.plan["layout"] == "dp=2,microbatch=2"
-    assert {"reduction", "types", "samples"} <= {row[0] for row in run.plan["derived"]}
+    assert {"reduction", "dtypes", "samples"} <= {row[0] for row in run.plan["derived"]}
     assert run.config.layout == "dp=2"
     assert 0 < summary.goodput < 1
     assert summary.mfu == summary.hfu > 0

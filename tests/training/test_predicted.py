@@ -50,7 +50,7 @@ def test_predicted_and_measured_are_kept(pool, tokens, tmp_path, layout):
 def test_what_is_not_priced_is_left_out_with_a_reason(pool, tokens, tmp_path):
     summary, _ = pool.run(train_on_rank, 2, config(tokens, tmp_path, layout="dp=2", dtype="float64"), True)
     run = Run.open(summary.run)
-    assert run.plan["predicted"] == {"reason": "products in float64 are not priced"}
+    assert run.plan["predicted"] == {"reason": "the planner does not price float64 GEMMs"}
     assert json.loads((run.path / MEASURED_FILE).read_text())["ratio"] is None
 
 

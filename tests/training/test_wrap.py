@@ -199,7 +199,7 @@ def test_a_forgotten_zero_grad_is_an_error(pool, layout):
 
 
 def test_a_second_backward_is_an_error(pool):
-    with pytest.raises(RankError, match="a second backward pass came after the last one"):
+    with pytest.raises(RankError, match="a second backward pass follows the last one"):
         pool.run(backward_twice, 2, "dp=2")
 
 
@@ -385,5 +385,5 @@ def test_a_gate_that_must_be_told_loads_is_refused():
     """It was not, and never balanced."""
     mixture = MoEConfig(experts=4, k=1, ffn=8, gate="loss-free")
     model = models.build(replace(model_config.find_model("moe-tiny"), layers=1, moe=mixture))
-    with pytest.raises(ValueError, match=r"balances by the loads of a step must be told them \(blocks.0.mlp.gate\)"):
+    with pytest.raises(ValueError, match=r"balances by the expert load of a step requires the engine \(blocks.0.mlp.gate\)"):
         ec.wrap(model, "dp=1")

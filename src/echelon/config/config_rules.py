@@ -1,4 +1,4 @@
-"""What is wrong between the keys of a configuration, and between it, the model, the layout and the files it names."""
+"""Rules of the configuration across keys, the model, the layout and files; keys without effect."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 KeyedIssue = tuple[tuple[str, ...], ValidationIssue]
-"""The keys a rule reads, and the fault it found."""
+"""the keys that a rule reads, and the issue that it found"""
 
 
 def cross_key_issues(config: Config, *, world: int | None, invalid_keys: Set[str]) -> list[ValidationIssue]:
-    """`refused` are keys that are known to be wrong: rules that need their values are not asked."""
+    """Check all rules except those that read `invalid_keys`."""
     rules = [*_data_rules(config), *_model_rules(config), *_precision_rules(config), *_optimizer_rules(config)]
     rules += [*_run_rules(config), *_compress_rules(config), *_elastic_rules(config)]
     rules += guard_rules(config, Layout.resolve(grammar.parse_pairs(config.layout).values))
@@ -87,7 +87,7 @@ def _precision_rules(config: Config) -> Iterator[KeyedIssue]:
     layout = Layout.resolve(grammar.parse_pairs(config.layout).values)
     schedule = layout.schedule
     if config.precision.master == "none" and config.dtype != "bfloat16":
-        rule, legal = f"needs 16-bit weights that are rounded by chance (dtype={config.dtype})", "float32"
+        rule, legal = f"requires bfloat16 weights with stochastic rounding (dtype={config.dtype})", "float32"
         fault = ValidationIssue(key="precision.master", value="none", message=rule, legal=f"{legal}, or dtype=bfloat16")
         yield ("precision.master", "dtype"), fault
     if config.loss_scaling == "dynamic" and layout.pp > 1 and schedule in ASYNC_SCHEDULES:
@@ -96,17 +96,17 @@ def _precision_rules(config: Config) -> Iterator[KeyedIssue]:
             ValidationIssue(
                 key="precision.loss_scale",
                 value=str(config.precision.loss_scale),
-                message=f"has stages that cannot agree on a scale, since they update by themselves (schedule={schedule})",
+                message=f"is incompatible with stages that update independently (schedule={schedule})",
                 legal="a number, none, or layout=...,schedule=1f1b",
             ),
         )
     if compute == "same":
         return
     reasons = {
-        "dtype": "needs dtype=bfloat16" if config.dtype != "bfloat16" else "",
-        "device": "needs a GPU" if config.device == "cpu" else "",
-        "kernels": "needs our kernels" if config.kernels == "plain" else "",
-        "layout": f"cannot put off weights' gradients (schedule={schedule})"
+        "dtype": "requires dtype=bfloat16" if config.dtype != "bfloat16" else "",
+        "device": "requires a GPU" if config.device == "cpu" else "",
+        "kernels": "requires fused kernels" if config.kernels == "plain" else "",
+        "layout": f"is incompatible with a split backward (schedule={schedule})"
         if schedule in SPLIT_BACKWARD_SCHEDULES
         else "",
     }
@@ -132,26 +132,26 @@ def _optimizer_rules(config: Config) -> Iterator[KeyedIssue]:
             yield ("optimizer.groups",), fault
     key = "optimizer.in_backward"
     if rule.in_backward and config.clip:
-        reason = "clipping needs the norm of all gradients, and updates in backward let them go before it is known"
+        reason = "clipping requires the norm of all gradients, and updates in backward free them before it is known"
         yield (
             (key, "clip"),
             ValidationIssue(key=key, value="true", message=f"cannot clip: {reason}", legal="false, or clip=0"),
         )
     if rule.in_backward and config.loss_scaling == "dynamic":
-        reason = "cannot leave out a step whose gradients overflow, since they are used before that is known"
+        reason = "cannot skip a step whose gradients overflow, since it updates before that is known"
         legal = "false, or a fixed precision.loss_scale"
         yield (
             (key, "precision.loss_scale", "dtype"),
             ValidationIssue(key=key, value="true", message=reason, legal=legal),
         )
     if rule.in_backward and layout.pp > 1:
-        reason = "gradients of several microbatches add up, and all of them live until the last"
+        reason = "gradients of several microbatches accumulate until the last one"
         yield (
             (key, "layout"),
             ValidationIssue(key=key, value="true", message=f"gains nothing under pp: {reason}", legal="false"),
         )
     if rule.ema and layout.pp > 1 and layout.schedule in ASYNC_SCHEDULES:
-        reason = f"cannot be used while older weights are under way (schedule={layout.schedule})"
+        reason = f"cannot average weights while older versions are in flight (schedule={layout.schedule})"
         legal = f"0, or another schedule than {', '.join(ASYNC_SCHEDULES)}"
         yield (
             ("optimizer.ema", "layout"),
@@ -171,21 +171,23 @@ def _run_rules(config: Config) -> Iterator[KeyedIssue]:
     if config.run and (rule := _folder_problem(Path(config.run))):
         yield (
             ("run",),
-            ValidationIssue(key="run", value=config.run, message=rule, legal="a folder that can be made and written"),
+            ValidationIssue(
+                key="run", value=config.run, message=rule, legal="a folder that can be created and written"
+            ),
         )
     path, key = config.checkpoint.path, "checkpoint.path"
     if path and (
         rule := _address_problem(path) if _is_remote(path) else _folder_problem(Path(path.removeprefix("file://")))
     ):
-        legal = "a folder that can be made and written, or an address that fsspec knows"
+        legal = "a folder that can be created and written, or an address that fsspec supports"
         yield (key,), ValidationIssue(key=key, value=path, message=rule, legal=legal)
 
 
 def _folder_problem(wanted: Path) -> str:
-    """Why it cannot be one: what is missing of the path is made, what is there must be a folder that takes it."""
+    """Return why a directory cannot be created or written, or an empty text."""
     there = next((path for path in (wanted, *wanted.parents) if path.exists()), Path())
     if not there.is_dir():
-        return f"cannot be made ({there} is a file)"
+        return f"cannot be created ({there} is a file)"
     return "" if os.access(there, os.W_OK | os.X_OK) else f"cannot be written ({there} is read-only)"
 
 
@@ -198,7 +200,7 @@ def _address_problem(path: str) -> str:
 
     protocol = path.partition("://")[0]
     if protocol == "memory":
-        return "is the memory of one process, and gone with it"
+        return "is the memory of one process, and is lost with it"
     try:
         fsspec.get_filesystem_class(protocol)
     except (ImportError, ValueError) as error:
@@ -209,7 +211,7 @@ def _address_problem(path: str) -> str:
 def _elastic_rules(config: Config) -> Iterator[KeyedIssue]:
     layout = Layout.resolve(grammar.parse_pairs(config.layout).values)
     if config.elastic.replan and layout.pp > 1 and layout.schedule in ASYNC_SCHEDULES:
-        rule = f"would change what is computed: updates of schedule={layout.schedule} depend on the number of stages"
+        rule = f"would change the updates: with schedule={layout.schedule} they depend on the number of stages"
         fault = ValidationIssue(key="elastic.replan", value="true", message=rule, legal="false, or another schedule")
         yield ("elastic.replan", "layout"), fault
 
@@ -218,22 +220,22 @@ MOE_KEYS = ("gate", "expert_dropout")
 
 
 def keys_without_effect(config: Config) -> dict[str, str]:
-    """Keys that do nothing in this configuration, each with why."""
+    """Return the keys without effect in this configuration, each with the reason."""
     table = schema.key_table(type(config))
     idle: dict[str, str] = guard_keys_without_effect(config)
     if user_model.is_user_model(config.model):
         names = [name for name in table if name.startswith(BUILTIN_MODEL_KEYS) and name != "data.skip_batches"]
-        idle |= dict.fromkeys(names, "a module of your own, whose file makes the batches")
+        idle |= dict.fromkeys(names, "a custom model, whose file provides the batches")
     elif config.model in model_config.SIZES and model_config.find_model(config.model).moe is None:
-        idle |= dict.fromkeys(MOE_KEYS, f"model={config.model}, which has no experts")
+        idle |= dict.fromkeys(MOE_KEYS, f"model={config.model}, which has no MoE layers")
     layout = Layout.resolve(grammar.parse_pairs(config.layout).values)
     if layout.zero != 3 and not offloads_params(layout.offload):
         idle |= dict.fromkeys(("shard.reshard_after_forward", "shard.prefetch"), f"zero={layout.zero}")
     idle |= {f"memory.{word}": why for word, why in ineffective_options(layout).items()}
     if not layout.zero and not offloads_params(layout.offload):
-        idle["memory.buffer"] = "zero=0, where nothing is gathered"
+        idle["memory.buffer"] = "zero=0, where nothing is all-gathered"
     elif config.shard.units:
-        idle["memory.buffer"] = "shard.units, which says what is gathered at once"
+        idle["memory.buffer"] = "shard.units, which defines the parameter groups"
     if layout.pp == 1:
         idle |= dict.fromkeys(("pipeline.layers", "pipeline.profile", "pipeline.slices"), "pp=1")
     elif layout.schedule != "terapipe":
@@ -243,22 +245,23 @@ def keys_without_effect(config: Config) -> dict[str, str]:
     if "disk" not in layout.offload.split("+"):
         idle["memory.disk"] = f"offload={layout.offload}"
     if not config.checkpoint.every:
-        idle |= dict.fromkeys(("checkpoint.keep", "checkpoint.keep_every"), "checkpoint.every=0, which writes none")
+        idle |= dict.fromkeys(("checkpoint.keep", "checkpoint.keep_every"), "checkpoint.every=0")
     if config.dtype in ("float32", "float64"):
-        idle["precision.keep_fp32"] = f"dtype={config.dtype}, where nothing is shorter"
+        idle["precision.keep_fp32"] = f"dtype={config.dtype}"
     if config.loss_scaling != "dynamic":
         why = f"precision.loss_scale={config.precision.loss_scale}, which is not dynamic with dtype={config.dtype}"
         idle |= dict.fromkeys(("precision.scale_start", "precision.scale_every"), why)
     if layout.pp > 1 and layout.zero == 3:
-        idle["shard.reshard_after_forward"] = f"pp={layout.pp}, where layers are freed after every use"
+        idle["shard.reshard_after_forward"] = f"pp={layout.pp}, where layers are resharded after every use"
     return idle
 
 
 BUILTIN_MODEL_KEYS = ("data.", "sample.", "eval.", "seq_len", "dropout", "tied", *MOE_KEYS)
-"""keys that only our own models and data read"""
+"""keys that apply to built-in models and data only"""
 
 
 def no_effect_issues(config: Config, given: Mapping[str, Any], invalid_keys: Set[str]) -> list[ValidationIssue]:
+    """Return an issue for each given key without effect."""
     if not invalid_keys.isdisjoint(("model", "layout")):
         return []
     return [
@@ -288,7 +291,9 @@ def _model_rules(config: Config) -> Iterator[KeyedIssue]:
         legal = ", ".join(name for name, size in model_config.SIZES.items() if size.family != "conv")
         yield (
             ("model",),
-            ValidationIssue(key="model", value=model.name, message="learns from images, not from text", legal=legal),
+            ValidationIssue(
+                key="model", value=model.name, message="is a vision model, and cannot train on text", legal=legal
+            ),
         )
         return
     if model.moe is not None and config.gate:
@@ -297,7 +302,7 @@ def _model_rules(config: Config) -> Iterator[KeyedIssue]:
         except ValidationError as error:
             yield from ((("gate",), fault) for fault in error.issues)
             return
-        from echelon.models.moe_block import validate_gate  # torch: only where another gate is asked for
+        from echelon.models.moe_block import validate_gate  # imports torch, only for another gate
 
         yield from ((("gate",), fault) for fault in validate_gate(mixture))
     if config.seq_len > model_config.override_config(model, seq_len=config.seq_len).max_seq_len:
@@ -334,9 +339,9 @@ def _layout_issues(config: Config, world: int | None, invalid_keys: Set[str]) ->
 
 
 def guard_rules(config: Config, layout: Layout) -> Iterator[tuple[tuple[str, ...], ValidationIssue]]:
-    """The keys a rule reads, and the fault it found."""
+    """Rules of `spike.` and `replay.`."""
     if config.spike.action == "rollback" and not config.checkpoint.every:
-        rule = "has no checkpoint to go back to (checkpoint.every=0)"
+        rule = "has no checkpoint to roll back to (checkpoint.every=0)"
         legal = "none, warn, or checkpoint.every > 0"
         yield (
             ("spike.action", "checkpoint.every"),
@@ -352,32 +357,32 @@ def guard_rules(config: Config, layout: Layout) -> Iterator[tuple[tuple[str, ...
 
 
 def _replay_conflicts(config: Config, layout: Layout) -> Iterator[tuple[str, str, str]]:
-    """(key, why a step cannot be computed again before its update, the remedy)."""
+    """Yield (key, why a step cannot be computed twice before its update, remedy)."""
     if layout.pp > 1 and layout.schedule in ASYNC_SCHEDULES:
-        rule = f"cannot repeat a step whose updates come before its end (schedule={layout.schedule})"
+        rule = f"cannot replay a step that updates before its end (schedule={layout.schedule})"
         yield "layout", rule, "layout=...,schedule=1f1b"
     if config.optimizer.in_backward:
-        yield "optimizer.in_backward", "cannot repeat a step that updates in backward", "optimizer.in_backward=false"
+        yield "optimizer.in_backward", "cannot replay a step that updates in backward", "optimizer.in_backward=false"
     if offloads_optimizer(layout.offload) or offloads_params(layout.offload):
-        rule = f"cannot repeat a step whose gradients leave the device as they come (offload={layout.offload})"
+        rule = f"cannot replay a step that offloads its gradients (offload={layout.offload})"
         yield "layout", rule, "layout=... without offload of optimizer, params or disk"
 
 
 def guard_keys_without_effect(config: Config) -> dict[str, str]:
-    """Keys that do nothing, each with why."""
+    """Return the keys of `replay.` without effect, each with the reason."""
     if config.replay.every:
         return {}
-    return dict.fromkeys(("replay.action", "replay.tolerance"), "replay.every=0, which makes no checks")
+    return dict.fromkeys(("replay.action", "replay.tolerance"), "replay.every=0")
 
 
 MEASURE = "measure"
-"""the `pipeline.profile` that is made before a run"""
+"""value of `pipeline.profile` that measures the layers before the run"""
 
 
 def slice_issues(config: Config) -> Iterator[ValidationIssue]:
     slices = config.pipeline.slices
     if slices and sum(slices) != config.seq_len:
-        rule = f"does not make up a sequence (seq_len={config.seq_len})"
+        rule = f"does not sum to a sequence (seq_len={config.seq_len})"
         yield ValidationIssue(
             key="pipeline.slices", value=str(list(slices)), message=rule, legal=f"a sum of {config.seq_len}"
         )
@@ -386,9 +391,7 @@ def slice_issues(config: Config) -> Iterator[ValidationIssue]:
 def profile_issues(pipeline: PipelineConfig) -> Iterator[ValidationIssue]:
     key, given = "pipeline.profile", pipeline.profile
     if given and pipeline.layers:
-        yield ValidationIssue(
-            key=key, value=given, message="leaves nothing to choose beside pipeline.layers", hint="give one"
-        )
+        yield ValidationIssue(key=key, value=given, message="is incompatible with pipeline.layers", hint="give one")
     if given and given != MEASURE:
         try:
             PipelineProfile.from_json(Path(given).read_text(encoding="utf-8"))
@@ -403,6 +406,6 @@ def stage_issues(layers: tuple[int, ...], stages: int, model: ModelConfig) -> It
         yield ValidationIssue(
             key="pipeline.layers",
             value=str(list(layers)),
-            message=f"does not give the {model.layers} layers of {model.name} to {stages} stages",
+            message=f"does not divide the {model.layers} layers of {model.name} into {stages} stages",
             legal=f"{stages} numbers that sum to {model.layers}",
         )

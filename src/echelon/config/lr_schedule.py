@@ -1,4 +1,4 @@
-"""The learning rate of a step: a pure function, so that a resumed run needs no state for it.
+"""Learning-rate schedules: pure functions of the step, so that a resumed run needs no state.
 
     1 ┤   ╭───────╮             ╭──────────╮           ╭───────────────
       │  ╱          ╲          ╱            ╲         ╱
@@ -17,15 +17,15 @@ from echelon.config.sections import ScheduleConfig
 
 
 def learning_rate(step: int, total: int, config: Config) -> float:
-    """Learning rate of step `step` (from 0) of `total`."""
+    """Return the learning rate of step `step` (from 0) of `total`."""
     return config.optimizer.lr * lr_factor(step, total, config.schedule)
 
 
 def lr_factor(step: int, total: int, schedule: ScheduleConfig) -> float:
-    """Share of the peak, in (0, 1] where `schedule.final` is above 0.
+    """Return the fraction of the peak, in (0, 1] where `schedule.final` is above 0.
 
     The warm-up starts above 0, the peak is reached at step `warmup`, and the last step of a decay is exactly `final`.
-    A run that is shorter than its warm-up ends on the way up; where warm-up and decay overlap, the smaller one counts.
+    A run shorter than its warm-up ends before the peak; where warm-up and decay overlap, the smaller one counts.
     """
     if step < 0 or total < 1:
         raise ValueError(f"a step is counted from 0 in a run of at least one (step {step} of {total})")

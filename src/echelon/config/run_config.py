@@ -1,7 +1,7 @@
 """The configuration of a run: frozen dataclasses, from TOML, `--set key=value` and defaults.
 
-Everything wrong with it is reported at once, before any process starts and without torch. The defaults are the
-demonstration: a small model on text that is already on this machine, in about a minute.
+All issues are reported at once, before any process starts and without torch. The defaults are the demonstration: a
+small model on text that exists on every machine, in about a minute.
 """
 
 from __future__ import annotations
@@ -53,26 +53,26 @@ class Config:
     seq_len: Annotated[int, AT_LEAST_1] = 128
     """Tokens per sequence."""
     batch: Annotated[int, AT_LEAST_1] = 24
-    """Sequences per step, over all ranks."""
+    """Global batch: sequences per step over all ranks."""
     steps: Annotated[int, AT_LEAST_1] = 400
     """Steps to train."""
     seed: Annotated[int, Range(low=0, high=2**63 - 1)] = 0
-    """Of initial weights, dropout and the order of the data."""
+    """Seed of initial weights, dropout and the order of the data."""
     layout: str = ""
-    """How the work is split, e.g. "dp=2,tp=2". Empty: data parallel over all ranks."""
+    """Parallel layout, e.g. "dp=2,tp=2". Empty: data parallel over all ranks."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train; auto takes the GPUs if there are any."""
+    """Device; auto takes GPUs if there are any."""
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
-    """Of computation. Master weights and reductions are float32, or float64 with float64, or as `precision` says."""
+    """Compute dtype. Master weights and gradient reduction are float32 (float64 with float64), or as in `precision`."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     kernels: Literal["auto", "plain"] = "auto"
-    """Our kernels where there is a GPU, or torch's own operators everywhere, to compare with."""
+    """Fused kernels on a GPU, or plain torch operators everywhere, for comparison."""
     compress: Literal["none", "lossless", "lossless+fp16", "lossless+fp8", "lossless+int8"] = "none"
-    """How what forward leaves for backward is kept: as it is, in fewer bytes, or with values in fewer bits too."""
+    """Compression of saved activations: none, lossless, or lossless with values in fewer bits."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     clip: Annotated[float, AT_LEAST_0] = 1.0
-    """Largest norm of the gradients; 0 turns clipping off."""
+    """Largest gradient norm; 0 turns clipping off."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     spike: SpikeConfig = field(default_factory=SpikeConfig)
@@ -83,20 +83,20 @@ class Config:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     dropout: Annotated[float | None, BELOW_ONE] = None
-    """In place of the model's own dropout."""
+    """Override the model's dropout."""
     tied: bool | None = None
-    """In place of the model's own choice to share the embedding with the output layer."""
+    """Override whether the LM head shares the embedding's weight."""
     gate: str = ""
-    """In place of a mixture's own gate: a name, with k and its options behind it, e.g. "switch,capacity_factor=1.5"."""
+    """Override the gate of MoE layers: a name, then k and options, e.g. "switch,capacity_factor=1.5"."""
     expert_dropout: Annotated[float | None, BELOW_ONE] = None
-    """Probability that dropout zeroes a hidden unit inside a mixture's experts, in place of the model's own."""
+    """Override the dropout of hidden units inside experts."""
     run: str = ""
     """The run's directory. Empty: runs/MODEL-TIME."""
     timeout: Annotated[float, ABOVE_ZERO] = 600.0
-    """Seconds that a rank waits for the others."""
+    """Seconds that a rank waits for other ranks."""
 
     def override_model(self, model: model_config.ModelConfig, seq_len: int = 0) -> model_config.ModelConfig:
-        """A named size with what is set here in place of its own."""
+        """Return a named model with the overrides of this configuration."""
         return model_config.override_config(
             model,
             dropout=self.dropout,
@@ -115,9 +115,9 @@ class Config:
         world: int | None = None,
         written_by_run: bool = False,
     ) -> Self:
-        """From a TOML file, then "key=value" settings over it, then defaults. Raises FaultError with every fault.
+        """Load a TOML file with "key=value" settings over it. Raise ValidationError with every issue.
 
-        A file that was written `by_run` may have keys that do nothing beside the settings: nobody asked for them.
+        A file that a run wrote may have keys without effect next to the settings, since no user set them.
         """
         given, faults = _read_file(cls, path)
         typed, more = _read_settings(settings)
@@ -131,7 +131,7 @@ class Config:
 
     @classmethod
     def from_settings(cls, settings: Sequence[str], layout: str) -> Self:
-        """From settings for a plan: of another model, and in this layout. Without one, none does nothing for sure."""
+        """Build a configuration for `plan --set` in a layout. Without a layout, any key may have an effect."""
         typed, faults = _read_settings(settings)
         config, wrong = _build(cls, typed)
         refused = {fault.key for fault in wrong}
@@ -144,14 +144,14 @@ class Config:
 
     @classmethod
     def from_toml(cls, text: str) -> Self:
-        """From TOML text alone, as `to_toml` wrote it. Does not ask whether its files still exist."""
+        """Build it from the TOML text of `to_toml`, without checking that its files still exist."""
         config, faults = _build(cls, schema.flatten(cls, tomllib.loads(text)))
         if faults:
             raise ValidationError(faults)
         return config
 
     def to_toml(self) -> str:
-        """Every key that has an effect, as TOML that loads to the same configuration."""
+        """Return every key that has an effect, as TOML that loads to the same configuration."""
         left_out = keys_without_effect(self)
         return schema.to_toml(
             {name: value for name, value in schema.effective_values(self).items() if name not in left_out}
@@ -159,19 +159,19 @@ class Config:
 
     @classmethod
     def keys(cls) -> tuple[ConfigKey, ...]:
-        """The table of every key with its type, default and meaning."""
+        """Return every key with its type, default and meaning."""
         return tuple(schema.key_table(cls, with_meanings=True).values())
 
     def issues(self, *, world: int | None = None, invalid_keys: Set[str] = frozenset()) -> list[ValidationIssue]:
-        """What is wrong between keys, and between the configuration, the model, the layout and the files it names.
+        """Check rules across keys, the model, the layout and files.
 
-        `refused` are keys that are known to be wrong: rules that need their values are not asked.
+        Rules that read `invalid_keys` are not checked.
         """
         return cross_key_issues(self, world=world, invalid_keys=invalid_keys)
 
     @property
     def loss_scaling(self) -> str:
-        """How the loss is scaled: dynamic, fixed or none."""
+        """The loss scaling in effect: dynamic, fixed or none."""
         asked = self.precision.loss_scale
         if isinstance(asked, float):
             return "fixed"
@@ -206,7 +206,7 @@ def _read_settings(settings: Sequence[str]) -> tuple[dict[str, Any], list[Valida
 
 
 def _build(cls: type[AnyConfig], given: Mapping[str, Any]) -> tuple[AnyConfig, list[ValidationIssue]]:
-    """The configuration, with defaults where a value was refused so that the other rules can still be checked."""
+    """Build the configuration with defaults for invalid values, so that other rules can still be checked."""
     values, faults = schema.parse_values(cls, given)
     known = schema.key_table(cls)
     faults = [fault if fault.key in known else _with_layout_hint(fault) for fault in faults]
@@ -215,7 +215,7 @@ def _build(cls: type[AnyConfig], given: Mapping[str, Any]) -> tuple[AnyConfig, l
 
 
 def _with_layout_hint(fault: ValidationIssue) -> ValidationIssue:
-    """`tp=2` given as a configuration key belongs into the layout."""
+    """Suggest the layout for a key like `tp=2`."""
     if fault.hint or not (meant := closest_word(fault.key, grammar.KEYS_BY_NAME)):
         return fault
     return replace(fault, hint=f'did you mean layout="{meant}={fault.value}"?')

@@ -1,6 +1,6 @@
-"""A tree of frozen dataclasses as a table of dotted keys: read, check, write.
+"""Schema of the configuration: frozen dataclasses as a table of dotted keys, to parse, validate and write.
 
-The dataclass is the only description. Its annotations say what is legal, the text under a field says what it means:
+The dataclasses are the only description. Annotations define legal values, the text under a field its meaning:
 
     lr: Annotated[float, Range(low=0, low_open=True)] = 3e-3
     \"\"\"Peak learning rate.\"\"\"
@@ -30,7 +30,7 @@ Tree = TypeVar("Tree")
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """Bounds of a number, or of every number of a list."""
+    """Bounds of a number, or of every number in a list."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -50,7 +50,7 @@ class Range:
 
 @dataclass(frozen=True)
 class OnlyWith:
-    """The field does something only where a sibling field has one of these values."""
+    """The field has an effect only where a sibling field has one of these values."""
 
     field: str
     values: tuple[str, ...]
@@ -58,24 +58,24 @@ class OnlyWith:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigKey:
-    """One leaf of the tree."""
+    """One key of the configuration."""
 
     name: str
     """Dotted name."""
     hint: Any
-    """Its annotation, without `Annotated` and without `None`."""
+    """Type annotation, without `Annotated` and without `None`."""
     default: Any
-    """Its default."""
+    """Default value."""
     range: Range | None = None
     """Legal numbers."""
     only_with: OnlyWith | None = None
-    """Where it has an effect; None means everywhere."""
+    """Condition under which it has an effect; None: always."""
     meaning: str = ""
     """The text under the field."""
 
     @property
     def type(self) -> str:
-        """What a user may write, in words."""
+        """Description of the legal types."""
         return _describe_type(self.hint)
 
     @property
@@ -85,14 +85,14 @@ class ConfigKey:
 
     @property
     def condition_key(self) -> str:
-        """Dotted name of the key that decides whether this one has an effect."""
+        """Dotted name of the key that this one depends on."""
         assert self.only_with is not None
         return ".".join((*self.name.split(".")[:-1], self.only_with.field))
 
 
 @dataclass(frozen=True)
 class SettingText:
-    """A value typed on the command line. What the text means depends on the type of the key it is given to."""
+    """A value from the command line; its meaning depends on the type of its key."""
 
     text: str
 
@@ -102,19 +102,16 @@ class SettingText:
             table = tomllib.loads(f"value = {self.text}")
         except tomllib.TOMLDecodeError:
             return self.text
-        # A line break in the text could have opened a second key: then it was plain text.
+        # A line break in the text may start a second key: then it is plain text.
         return table["value"] if table.keys() == {"value"} else self.text
 
     def parse(self, *, expect_text: bool) -> Any:
-        """The value; where a text is expected what was typed, unless it is a text or a list to begin with.
-
-        `run=7` is a folder called 7, `steps=7` is a number.
-        """
+        """Return the TOML value, or the raw text where a text is expected: `run=7` is a folder, `steps=7` a number."""
         return self.text if expect_text and not isinstance(self.value, str | list) else self.value
 
 
 class TypeMismatchError(Exception):
-    """A value that does not fit its annotation."""
+    """A value does not match its annotation."""
 
     def __init__(self, rule: str, remedy: str = "") -> None:
         super().__init__(rule)
@@ -122,7 +119,7 @@ class TypeMismatchError(Exception):
 
 
 def key_table(cls: type, *, with_meanings: bool = False, prefix: str = "") -> dict[str, ConfigKey]:
-    """Every leaf key below the dataclass `cls`, in the order they are written."""
+    """Return every key of the dataclass `cls`, in source order."""
     hints = typing.get_type_hints(cls, include_extras=True)
     explained = _field_docs(cls) if with_meanings else {}
     table: dict[str, ConfigKey] = {}
@@ -148,7 +145,7 @@ def key_table(cls: type, *, with_meanings: bool = False, prefix: str = "") -> di
 
 
 def parse_values(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[ValidationIssue]]:
-    """Values of the legal keys in `given` (dotted names), converted to their types, and a fault for every other one."""
+    """Convert the values in `given` (dotted names) to their types; return them and an issue for each invalid one."""
     table = key_table(cls)
     values: dict[str, Any] = {}
     faults: list[ValidationIssue] = []
@@ -190,7 +187,7 @@ def parse_values(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], l
 
 
 def flatten(cls: type, tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested TOML tables as dotted names. What is not a table of the dataclass stays whole, to be refused by `read`."""
+    """Flatten nested TOML tables into dotted names. Unknown tables stay nested, for `parse_values` to refuse."""
     hints = typing.get_type_hints(cls)
     flat: dict[str, Any] = {}
     for name, value in tables.items():
@@ -202,7 +199,7 @@ def flatten(cls: type, tables: Mapping[str, Any], prefix: str = "") -> dict[str,
 
 
 def build(cls: type[Tree], values: Mapping[str, Any], prefix: str = "") -> Tree:
-    """The dataclass with these dotted values; what is missing takes its default."""
+    """Build the dataclass from dotted values and defaults."""
     arguments: dict[str, Any] = {}
     for name, hint in typing.get_type_hints(cls).items():
         if is_dataclass(hint):
@@ -213,7 +210,7 @@ def build(cls: type[Tree], values: Mapping[str, Any], prefix: str = "") -> Tree:
 
 
 def effective_values(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted values of a dataclass: those that are set and have an effect."""
+    """Return the dotted values that are set and have an effect."""
     flat: dict[str, Any] = {}
     for field in fields(config):
         value = getattr(config, field.name)
@@ -228,7 +225,7 @@ def effective_values(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def to_toml(values: Mapping[str, Any]) -> str:
-    """Dotted values as TOML text, tables after the plain keys."""
+    """Format dotted values as TOML, tables after plain keys."""
     plain = [f"{name} = {format_toml(value)}" for name, value in values.items() if "." not in name]
     tables: dict[str, list[str]] = {}
     for name, value in values.items():
@@ -240,16 +237,16 @@ def to_toml(values: Mapping[str, Any]) -> str:
 
 
 def format_given(value: Any) -> str:
-    """A value as a fault shows it: texts without quotes."""
+    """Format a value for an issue: texts without quotes."""
     return value.text if isinstance(value, SettingText) else value if isinstance(value, str) else format_toml(value)
 
 
 def format_toml(value: Any) -> str:
-    """A value as TOML writes it."""
+    """Format a value as TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # JSON's escapes are TOML's, except that TOML also wants the delete character escaped.
+        # TOML's escapes are those of JSON, plus the delete character.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, Sequence):
         return "[" + ", ".join(format_toml(item) for item in value) + "]"
@@ -259,9 +256,9 @@ def format_toml(value: Any) -> str:
 
 
 def convert(hint: Any, value: Any) -> Any:
-    """`value` as the type `hint`, or Mismatch."""
+    """Convert `value` to the type `hint`, or raise TypeMismatch."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if _is_union(hint):  # a word or a number
+    if _is_union(hint):  # a choice or a number
         given = value.value if isinstance(value, SettingText) else value
         words, number = arguments
         return convert(words if isinstance(given, str) else number, given)
@@ -277,7 +274,7 @@ def convert(hint: Any, value: Any) -> Any:
 
 
 def _convert_list(arguments: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
-    # A single value is a list of one, so that `path = "book.txt"` needs no brackets.
+    # `path = "book.txt"` needs no brackets.
     items = value if isinstance(value, list | tuple) else [value]
     if arguments[-1] is Ellipsis:
         return tuple(convert(arguments[0], item) for item in items)
@@ -316,7 +313,7 @@ def _unknown_key_issue(name: str, value: Any, table: Mapping[str, ConfigKey]) ->
     beside = [key for key in table if above and key.startswith(above + ".")]
     if not beside:
         beside = list(dict.fromkeys(key if "." not in key else key.partition(".")[0] + ".*" for key in table))
-    # `lr` is nearer to `optimizer.lr` than any measure of spelling would say.
+    # `lr` means `optimizer.lr`, although the spelling is far from it.
     same_leaf = [key for key in table if key.rpartition(".")[2] == leaf]
     suggestion = f'did you mean "{same_leaf[0]}"?' if len(same_leaf) == 1 else did_you_mean(name, table)
     return ValidationIssue(
@@ -346,7 +343,7 @@ def _describe_type(hint: Any) -> str:
 
 
 def _field_docs(cls: type) -> dict[str, str]:
-    """The text written under each field, from the source of the class."""
+    """Read the text under each field from the source of the class."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(body, ast.ClassDef)
     found: dict[str, str] = {}

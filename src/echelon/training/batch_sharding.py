@@ -1,4 +1,4 @@
-"""From a global batch to this rank's microbatches, on its device."""
+"""Sharding of the global batch: this rank's microbatches, on its device."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ Batch = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Microbatch:
+    """Inputs of one forward pass of this rank."""
+
     inputs: Batch
     samples: Tensor
     """global sample index of each row"""
 
 
 class BatchSharder:
-    """One rank's part of every batch."""
+    """Cuts every global batch into one rank's microbatches."""
 
     def __init__(self, parallel: ParallelModel):
         self._parallel, self._layout, self._recorder = parallel, parallel.layout, parallel.axes.recorder
 
     def row_ranges(self, batch: int) -> Iterator[range]:
-        """This rank's rows of a global batch, microbatch by microbatch."""
+        """Yield this rank's rows of a global batch, microbatch by microbatch."""
         dp, accumulate = self._layout.dp, self._layout.accumulate
         size = batch // (dp * accumulate)
         for index in range(accumulate):
@@ -39,13 +41,13 @@ class BatchSharder:
             yield range(start, start + size)
 
     def microbatches(self, batch: Batch, num_steps: int) -> Iterator[Microbatch]:
-        """Of a global batch that every rank is given alike, after so many steps of as many rows."""
+        """Yield this rank's part of a global batch, which is the same on every rank, after `num_steps` such batches."""
         if not batch:
             raise ValueError("the batch is empty; give the model's keyword arguments as tensors")
         rows = len(next(iter(batch.values())))
         dp, accumulate = self._layout.dp, self._layout.accumulate
         if not rows:
-            raise ValueError("the batch has no rows; give at least one for each rank of dp and microbatch")
+            raise ValueError("the batch has no rows; give at least one per dp rank and microbatch")
         if rows % (dp * accumulate):
             raise ValueError(
                 f"the batch does not divide over dp x accumulate ({rows} rows over {dp} x {accumulate}); "
@@ -56,12 +58,12 @@ class BatchSharder:
             yield Microbatch(inputs, torch.arange(samples.start, samples.stop) + num_steps * rows)
 
     def check_count(self, microbatches: Iterable[Microbatch]) -> Iterator[Microbatch]:
-        """One by one, as they may be made one by one; raises where there are more or fewer than a step has."""
+        """Yield microbatches as they are loaded; raise ValueError unless there are `accumulate` of them."""
         given = 0
-        coming = iter(microbatches)
+        loader = iter(microbatches)
         while True:
             with self._recorder.data_loading():
-                microbatch = next(coming, None)
+                microbatch = next(loader, None)
             if microbatch is None:
                 break
             microbatch = Microbatch(corrupt_batch(microbatch.inputs, microbatch.samples), microbatch.samples)
@@ -70,41 +72,41 @@ class BatchSharder:
                 break
             yield microbatch
         if given != self._layout.accumulate:
-            found = f"{given} given" if given < self._layout.accumulate else "more are given"
+            received = f"got {given}" if given < self._layout.accumulate else "got more"
             raise ValueError(
-                f"a step has accumulate={self._layout.accumulate} microbatches on every rank ({found}); "
-                "give so many, or change accumulate in the layout"
+                f"expected accumulate={self._layout.accumulate} microbatches per step and rank, {received}; "
+                "give as many, or change accumulate in the layout"
             )
 
     def estimate_num_targets(self, microbatch: Microbatch) -> int:
-        """Targets of a step before there was any: from the shapes alone, which all ranks know."""
+        """Estimate the targets of the first step from the input shapes, which are equal on all ranks."""
         rows = len(microbatch.samples) * self._layout.dp * self._layout.accumulate
-        whole = [value for value in microbatch.inputs.values() if not value.is_floating_point() and value.dim() == 2]
-        return rows * max([value.shape[1] for value in whole], default=1)
+        tokens = [value for value in microbatch.inputs.values() if not value.is_floating_point() and value.dim() == 2]
+        return rows * max([value.shape[1] for value in tokens], default=1)
 
     def prepare(self, microbatch: Microbatch) -> dict[str, Tensor]:
-        """The microbatch on the device, floats in the compute type; dropout is told which samples these are."""
+        """Return the microbatch on the device, floats in the compute dtype; dropout learns its sample indices."""
         self._recorder.enter_phase("forward")
         self._parallel.rng_stream.samples = self.sample_indices(microbatch)
         return self._move_to_device(microbatch)
 
     def pipeline_microbatches(self, microbatches: Iterable[Microbatch]) -> list[MicrobatchInputs]:
-        """For a pipeline."""
-        cutting, found = self._parallel.cp_context, []
+        """Move all microbatches of a step to the device, as a pipeline takes them."""
+        cp_context, on_device = self._parallel.cp_context, []
         for microbatch in microbatches:
             inputs = self._move_to_device(microbatch)
-            found.append(
-                MicrobatchInputs(inputs, self.sample_indices(microbatch), full_length=cutting.seq_len if cutting else 0)
-            )
-        return found
+            full_length = cp_context.seq_len if cp_context else 0
+            on_device.append(MicrobatchInputs(inputs, self.sample_indices(microbatch), full_length=full_length))
+        return on_device
 
     def sample_indices(self, microbatch: Microbatch) -> Tensor:
+        """Return the global sample indices on the device."""
         return copy_to_device(microbatch.samples, self._parallel.options.device)
 
     def _move_to_device(self, microbatch: Microbatch) -> dict[str, Tensor]:
-        options, cutting = self._parallel.options, self._parallel.cp_context
-        whole = {
+        options, cp_context = self._parallel.options, self._parallel.cp_context
+        inputs = {
             key: copy_to_device(value, options.device, options.compute_dtype if value.is_floating_point() else None)
             for key, value in microbatch.inputs.items()
         }
-        return whole if cutting is None else cutting.shard_inputs(whole)
+        return inputs if cp_context is None else cp_context.shard_inputs(inputs)

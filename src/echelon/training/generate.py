@@ -1,4 +1,4 @@
-"""A sample of text from a model in training: every rank takes part, and every rank gets the same text."""
+"""Text generation with a model in training: all ranks take part, and all return the same text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def generate_text(
     engine: Engine, tokenizer: Tokenizer, prompt: str, num_tokens: int, *, temperature: float = 0.8
 ) -> str:
-    """What the model writes after `prompt`; it stops early at the end of a document."""
+    """Sample tokens after `prompt`, until an end-of-document token."""
     model: Any = engine.model
     length = int(model.config.max_seq_len)
     device, seed = engine.parallel.options.device, engine.parallel.options.seed
@@ -30,26 +30,26 @@ def generate_text(
         for position in range(num_tokens):
             window = torch.tensor([ids[-length:]], device=device)
             logits = engine.next_token_logits(window, tokenizer.vocab_size)
-            # The same numbers on every rank, so that ranks never disagree on the next token.
-            chance = rng.uniform(rng.key(seed, "sample"), torch.tensor([position]), torch.float64).to(device)
-            shares = (logits / temperature).softmax(-1).cumsum(-1)
-            choice = int(torch.searchsorted(shares, chance * shares[-1]).clamp_(max=len(shares) - 1))
-            if choice == tokenizer.eos:
+            # The same random number on every rank, so that all choose the same token.
+            uniform = rng.uniform(rng.key(seed, "sample"), torch.tensor([position]), torch.float64).to(device)
+            cumulative = (logits / temperature).softmax(-1).cumsum(-1)
+            token = int(torch.searchsorted(cumulative, uniform * cumulative[-1]).clamp_(max=len(cumulative) - 1))
+            if token == tokenizer.eos:
                 break
-            ids.append(choice)
+            ids.append(token)
     model.train(was_training)
     return tokenizer.decode(ids[start:])
 
 
 def next_token_logits(engine: Engine, tokens: Tensor, vocab_size: int) -> Tensor:
-    """float64 [size]: after the last token of the only row, on every rank."""
+    """float64 [vocab_size]: logits after the last token of the only sequence, on every rank."""
     model: Any = engine.model
     context = engine.parallel.cp_context
     if engine.pipeline is not None:
         return engine.pipeline.logits({"tokens": tokens}, vocab_size)
     if context is not None:
-        found = context.last_token(model.logits(**context.shard_inputs({"tokens": tokens}, has_loss=False)))
+        logits = context.last_token(model.logits(**context.shard_inputs({"tokens": tokens}, has_loss=False)))
     else:
-        found = model.logits(tokens)[:, -1]
-    said: Tensor = found[0, :vocab_size].double()
-    return said
+        logits = model.logits(tokens)[:, -1]
+    last: Tensor = logits[0, :vocab_size].double()
+    return last

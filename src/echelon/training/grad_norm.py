@@ -1,11 +1,10 @@
-"""The gradient norm and clipping by the placement record: every logical element once, in every layout.
+"""Gradient norm, clipping and all-reduce of partial gradients: every logical element once, in every layout.
 
 [Note: which gradient is not finite]
 
-The norm is made of the norms of the parameters, in one pass over all gradients. Those stay on the device, and are read
-only when the norm is not finite: then they tell whose gradient it was. What a rank holds and does not count, such as
-its copy of a weight that another rank counts, is looked at all the same, and makes the norm not finite everywhere: a
-rank never updates alone.
+The norm is computed from the norms of this rank's gradient slices, in one pass over all gradients. The slice norms stay
+on the device, and are read only when the norm is not finite: they show whose gradient it was. A slice that another rank
+counts, such as a replicated weight, is measured too, and makes the norm not finite on all ranks: no rank updates alone.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ from echelon.parallel.parallel_model import ParallelModel
 
 @dataclass(frozen=True)
 class GradientSlice:
-    """A run of one parameter's elements in a unit's shard, without padding."""
+    """A contiguous range of one parameter in a parameter group's gradient shard, without padding."""
 
     group: ParamGroup
     span: slice
     name: str
-    """of the parameter"""
+    """name of the parameter"""
     is_counted: bool
-    """by this rank: exactly one rank of each replica counts an element"""
+    """whether this rank counts it: exactly one rank of each replica counts an element"""
 
 
 def gradient_slices(parallel: ParallelModel, *, first_replica_only: bool = False) -> list[GradientSlice]:
-    """All trainable elements of this rank. Replicas count each for themselves, or with `first` the first alone."""
+    """List the slices of all trainable elements of this rank. Each replica counts its elements, or only the first."""
     return [
-        GradientSlice(unit, slice(p.shard_offset + a - p.start, p.shard_offset + b - p.start), p.param.name, counted)
-        for unit, p in parallel.sharded_model.pieces()
+        GradientSlice(group, slice(p.shard_offset + a - p.start, p.shard_offset + b - p.start), p.param.name, counted)
+        for group, p in parallel.sharded_model.pieces()
         if p.param.trainable
         for counted in (p.is_owner and (p.is_first_replica or not first_replica_only),)
         for a, b in p.unpadded_runs()
@@ -51,18 +50,18 @@ def gradient_slices(parallel: ParallelModel, *, first_replica_only: bool = False
 
 
 class GradientNorm:
-    """Norm over all ranks. Call it after reduction; shards and parts of tp differ, replicas are equal."""
+    """Gradient norm over all ranks, after gradient reduction."""
 
     def __init__(self, parallel: ParallelModel):
-        # Stages of an asynchronous schedule update at different times: each has a norm of its own.
-        together = parallel.layout.pp > 1 and not parallel.policy.has_weight_versions
-        # Experts lie on other ranks than the rest: then all ranks of a stage count, and each copy once.
-        folded = parallel.has_expert_params
-        shards = "replica*shard*cp*tp" if folded else f"{parallel.policy.shard_axis}*tp"
-        self.axis = parallel.axes.get_or_add(f"pp*{shards}" if together else shards)
-        found = gradient_slices(parallel, first_replica_only=folded)
-        # Of one kind after the other, as they are computed; what is counted comes first.
-        order = sorted(found, key=lambda part: (not part.is_counted, str(_batch_key(part))))
+        # Stages of an asynchronous schedule update at different times, so each has its own norm.
+        over_stages = parallel.layout.pp > 1 and not parallel.policy.has_weight_versions
+        # Expert parameters are sharded over other ranks than the rest: then all ranks of a stage count, each copy once.
+        has_experts = parallel.has_expert_params
+        shards = "replica*shard*cp*tp" if has_experts else f"{parallel.policy.shard_axis}*tp"
+        self.axis = parallel.axes.get_or_add(f"pp*{shards}" if over_stages else shards)
+        slices = gradient_slices(parallel, first_replica_only=has_experts)
+        # Counted slices first, and together those that one kernel measures.
+        order = sorted(slices, key=lambda part: (not part.is_counted, str(_batch_key(part))))
         self.slices, self._num_counted = order, sum(part.is_counted for part in order)
         for part in order:
             part.group.reduction.early_norm_slices.append(part.span)
@@ -70,60 +69,62 @@ class GradientNorm:
 
     @torch.no_grad()
     def __call__(self, norm_type: float = 2.0) -> Tensor:
-        """A float64 scalar, equal on all ranks, on the device. `kind` is 2 or infinity."""
+        """Return the norm: a float64 scalar on the device, equal on all ranks. `norm_type` is 2 or infinity."""
         return self.norm_and_slice_norms(norm_type)[0]
 
     @torch.no_grad()
     def norm_and_slice_norms(self, norm_type: float = 2.0) -> tuple[Tensor, Tensor]:
-        """The norm, and those of `parts` (float64) on this rank alone."""
-        each = self._slice_norms(self.slices, norm_type)
-        return self.reduce_norm(each, norm_type), each
+        """Return the norm over all ranks, and the norms of this rank's `slices` (float64)."""
+        slice_norms = self._slice_norms(self.slices, norm_type)
+        return self.reduce_norm(slice_norms, norm_type), slice_norms
 
     @torch.no_grad()
     def add_group(self, group: ParamGroup, slice_norms: Tensor) -> None:
-        """Writes the norms of one unit's parts to their places among all of this rank's."""
-        places = [place for place, part in enumerate(self.slices) if part.group is group]
-        for place, norm in zip(places, self._slice_norms([self.slices[place] for place in places], 2.0), strict=True):
-            slice_norms[place] = norm
+        """Write the norms of one parameter group's slices into `slice_norms`."""
+        indices = [index for index, part in enumerate(self.slices) if part.group is group]
+        for index, norm in zip(indices, self._slice_norms([self.slices[i] for i in indices], 2.0), strict=True):
+            slice_norms[index] = norm
 
     def reduce_norm(self, slice_norms: Tensor, norm_type: float = 2.0) -> Tensor:
-        """The norm over all ranks from those of this rank's parts."""
+        """Return the norm over all ranks from the norms of this rank's slices."""
         local = (
             torch.linalg.vector_norm(slice_norms[: self._num_counted], norm_type)
             if self._num_counted
             else slice_norms.new_zeros(())
         )
         if self._num_counted < len(slice_norms):
-            local = local + (slice_norms[self._num_counted :] * 0.0).sum()  # not a number where one is not finite
+            local = (
+                local + (slice_norms[self._num_counted :] * 0.0).sum()
+            )  # NaN where a slice that is not counted is not finite
         if math.isinf(norm_type):
             return self.axis.all_reduce(local, op="max")
         return self.axis.all_reduce(local.square()).sqrt()
 
     def _slice_norms(self, parts: Sequence[GradientSlice], norm_type: float) -> Tensor:
-        """Short types are summed in float32 as they are read: no copy of them is made."""
-        found: list[Tensor] = []
-        for (dtype, away), alike in groupby(parts, key=_batch_key):
-            if away or self.device.type == "cpu":
-                found += [self._slice_norm(part, norm_type) for part in alike]
+        """Norms in at least float32, without a float32 copy of 16-bit gradients."""
+        norms: list[Tensor] = []
+        for (dtype, on_host), alike in groupby(parts, key=_batch_key):
+            if on_host or self.device.type == "cpu":
+                norms += [self._slice_norm(part, norm_type) for part in alike]
             else:
                 slices = [part.group.grad[part.span] for part in alike]
-                found += compat.foreach_norms(slices, norm_type, torch.promote_types(dtype, torch.float32))
-        return torch.stack(found).double() if found else torch.zeros(0, dtype=torch.float64, device=self.device)
+                norms += compat.foreach_norms(slices, norm_type, torch.promote_types(dtype, torch.float32))
+        return torch.stack(norms).double() if norms else torch.zeros(0, dtype=torch.float64, device=self.device)
 
     def _slice_norm(self, part: GradientSlice, norm_type: float) -> Tensor:
-        """Of gradients on the host, those that left early have told it before."""
+        """Norm of one slice; of an offloaded gradient it may be known from before its transfer."""
         if norm_type == 2.0 and part.group.reduction.early_norms:
             return part.group.reduction.early_norms[part.span.start]
         return flat_norm(part.group.grad[part.span], norm_type).to(self.device)
 
 
 def _batch_key(part: GradientSlice) -> tuple[torch.dtype, bool]:
-    """What is computed at once: of one type, on one device."""
+    """Slices of one dtype on one device are measured together."""
     return part.group.grad_dtype, part.group.offloaded is not None
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What all gradients are multiplied by, so that their norm is at most `limit`; 0 turns clipping off."""
+    """Return the factor that brings the gradient norm down to `max_norm`; 0 turns clipping off."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)
 
 

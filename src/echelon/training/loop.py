@@ -1,10 +1,19 @@
-"""The training loop, as every rank runs it: steps, evaluation, a sample of text, one log."""
+"""The training loop, as every rank runs it.
+
+[Note: the walk of a run]
+
+    train_on_rank      joins the process group, under the watchdog, and runs a `TrainingLoop`
+    TrainingLoop.run   opens the run directory, resumes, trains, samples text, writes the summary
+    _run_step          callbacks before; queue the step; log what is due; roll back from a spike; callbacks after
+    _train_step        learning rate, microbatches, `Engine.step_microbatches`
+
+What is optional hangs on the loop as callbacks (loop_callbacks.py), or on the engine (step_strategies.py).
+"""
 
 from __future__ import annotations
 
 import json
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,7 +34,6 @@ from echelon.launch.world import World, join_process_group
 from echelon.layout import Mesh, check_layout
 from echelon.parallel.comm.axis_names import WORLD_AXIS
 from echelon.parallel.parallel_options import ParallelOptions
-from echelon.pipeline import timeline
 from echelon.pipeline.execution.layer_timing import broadcast_profile, measure_profile, measure_split
 from echelon.pipeline.layer_profile import PipelineProfile
 from echelon.planning.calibrate import correction
@@ -36,10 +44,18 @@ from echelon.training.guard import bit_flip, deterministic
 from echelon.training.guard.loss_spikes import Spike
 from echelon.training.guard.replay_check import ReplayCheck
 from echelon.training.logging import metrics
-from echelon.training.logging.display import Display
+from echelon.training.logging.display import Display, ResolvedSetting
 from echelon.training.logging.rank_stats import COLLECT_EVERY, RankStatsCollector, mesh_position
 from echelon.training.logging.resolved_settings import resolved_settings
 from echelon.training.logging.step_logger import PendingStep, RunSummary, StepLogger
+from echelon.training.loop_callbacks import (
+    Checkpointing,
+    Evaluation,
+    LoopCallback,
+    SpikeRollback,
+    StopOnSignal,
+    TimelineRecording,
+)
 from echelon.training.run.batch_index import BatchIndex
 from echelon.training.run.prediction import choose_rank_order, predict_run, transient_bytes
 from echelon.training.run.resume import parse_resume_path, refuse_if_checkpoints_missing, refuse_if_running
@@ -51,32 +67,34 @@ from echelon.training.task import build_task
 def train_on_rank(
     config: Config, quiet: bool = False, inject: Sequence[Injection] = (), resume: str = ""
 ) -> RunSummary:
-    """Trains on the ranks this process was started among: all of them call this, rank 0's summary names the run."""
-    attempt, meeting = join_attempt(config, resume)
-    if meeting is not None and attempt.active_ranks is not None and meeting.rank >= attempt.active_ranks:
-        meeting.idle_until_end()
+    """Train on the ranks this process belongs to. Every rank calls this; only rank 0's summary names the run."""
+    attempt, rendezvous = join_attempt(config, resume)
+    if rendezvous is not None and attempt.active_ranks is not None and rendezvous.rank >= attempt.active_ranks:
+        rendezvous.idle_until_end()
         raise SystemExit(0)
     config = attempt.config
     if config.replay.every:
         deterministic.set_cublas_workspace()
     recorder = FlightRecorder()
     with (
-        join_process_group(config.device, config.timeout, rendezvous=meeting, world_size=attempt.active_ranks) as world,
-        watch_run(world, config.timeout, recorder) as watch,
+        join_process_group(
+            config.device, config.timeout, rendezvous=rendezvous, world_size=attempt.active_ranks
+        ) as world,
+        watch_run(world, config.timeout, recorder) as watchdog,
         GracefulStop(
-            watch.store, rank=world.rank, world_size=world.world_size, handles_signals=watch.handles_signals
-        ) as stopping,
+            watchdog.store, rank=world.rank, world_size=world.world_size, handles_signals=watchdog.handles_signals
+        ) as stop,
         Injector(
-            attempt.injections(inject, world.world_size), world.rank, recorder, on_strike=watch.record_injection
+            attempt.injections(inject, world.world_size), world.rank, recorder, on_strike=watchdog.record_injection
         ).activate(),
     ):
         if attempt.resume and world.rank == 0:
-            watch.set_run_dir(parse_resume_path(attempt.resume)[0])  # what is said of a failure has a log from now on
+            watchdog.set_run_dir(parse_resume_path(attempt.resume)[0])  # a failure report goes to its log from now on
         summary = TrainingLoop(
-            config, world, quiet=quiet, recorder=recorder, watchdog=watch, attempt=attempt, graceful_stop=stopping
+            config, world, quiet=quiet, recorder=recorder, watchdog=watchdog, attempt=attempt, graceful_stop=stop
         ).run()
-    if meeting is not None:
-        meeting.announce_end()
+    if rendezvous is not None:
+        rendezvous.announce_end()
     return summary
 
 
@@ -94,32 +112,28 @@ class TrainingLoop:
         attempt: Attempt,
         graceful_stop: GracefulStop,
     ):
-        self.config, self.world, self._watchdog, self.resume = config, world, watchdog, attempt.resume
-        self._attempt, self._graceful_stop, self._recorder = attempt, graceful_stop, recorder
-        self.started = time.perf_counter()
+        self.config, self.world, self.resume = config, world, attempt.resume
+        self._watchdog, self._attempt, self._graceful_stop, self._recorder = watchdog, attempt, graceful_stop, recorder
+        self._started = time.perf_counter()
         barriers = recorder.new_sequence(range(world.world_size))
         self.task = build_task(
             config, world.local_rank_zero_first(lambda: recorder.blocking_operation("barrier", "world", barriers))
         )
+        model = self.task.model_config
         self.layout = check_layout(
-            config.layout,
-            world=world.world_size,
-            batch=config.batch,
-            seq_len=config.seq_len,
-            model=self.task.model_config,
+            config.layout, world=world.world_size, batch=config.batch, seq_len=config.seq_len, model=model
         )
-        shape = self.task.model_config
         options = replace(
             parallel_options(config, world.device),
-            rank_order=choose_rank_order(config, self.layout, shape, world),
-            working_bytes=transient_bytes(config, self.layout, shape, world),
+            rank_order=choose_rank_order(config, self.layout, model, world),
+            working_bytes=transient_bytes(config, self.layout, model, world),
         )
         mesh = Mesh(self.layout, options.rank_order)
         watchdog.set_mesh_position(mesh_position(mesh, world.rank))
-        self.profile = self._profile(options) if config.pipeline.profile else None
-        if self.profile is not None:
-            split = measure_split(self.profile, mesh, world.device)
-            options = replace(options, stage_layers=split.blocks_per_stage, layer_costs=self.profile.seconds_by_name)
+        self._profile = self._layer_profile(options) if config.pipeline.profile else None
+        if self._profile is not None:
+            split = measure_split(self._profile, mesh, world.device)
+            options = replace(options, stage_layers=split.blocks_per_stage, layer_costs=self._profile.seconds_by_name)
         self.engine = Engine(
             self.task.build(),
             self.layout,
@@ -131,16 +145,18 @@ class TrainingLoop:
         )
         self.engine.model.train()
         axes = self.engine.parallel.axes
-        self._looks = RankStatsCollector(axes[WORLD_AXIS], world.device, axes.mesh)
+        self._rank_stats = RankStatsCollector(axes[WORLD_AXIS], world.device, axes.mesh)
         self.batch_index = BatchIndex(config.data.skip_batches)
-        self.peak_flops = metrics.peak_flops(world.device)
+        self._peak_flops = metrics.peak_flops(world.device)
         self.display = Display(config.steps, quiet=quiet or world.rank > 0)
+        self.stopped_after: int | None = None
+        """the step after which a signal ended the run"""
 
-    def _profile(self, options: ParallelOptions) -> PipelineProfile:
-        """What each layer takes: read from a file, or measured here."""
-        given = self.config.pipeline.profile
-        if given != MEASURE:
-            return PipelineProfile.from_json(Path(given).read_text(encoding="utf-8"))
+    def _layer_profile(self, options: ParallelOptions) -> PipelineProfile:
+        """Read the times of the layers from a file, or measure them."""
+        source = self.config.pipeline.profile
+        if source != MEASURE:
+            return PipelineProfile.from_json(Path(source).read_text(encoding="utf-8"))
         return broadcast_profile(
             lambda: measure_profile(
                 self.task.build(),
@@ -150,185 +166,182 @@ class TrainingLoop:
             )
         )
 
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    def is_last(self, step: int) -> bool:
+        return step == self.config.steps
+
+    @property
+    def reads_results_late(self) -> bool:
+        """Whether results are read one step late, so that no rank waits for a step that is still in flight.
+
+        A GPU executes a step while the host queues the next; ranks of an asynchronous schedule end a step at different
+        times.
+        """
+        pipeline = self.engine.pipeline
+        return self.world.device.type == "cuda" or (pipeline is not None and pipeline.asynchronous)
+
+    def _run_step(self, step: int) -> int:
+        """Train step `step`, counted from 1; return the number of completed steps."""
+        for callback in self.callbacks:
+            callback.before_step(step)
+        self.logger.add(self._train_step(step))
+        late = self.reads_results_late and not self.is_last(step)
+        late = late and not any(callback.needs_result(step) for callback in self.callbacks)
+        spike = self.logger.log_pending(keep=int(late))
+        if spike is not None:
+            return self.roll_back(spike)
+        for callback in self.callbacks:
+            callback.after_step(step)
+        return step
+
+    def _train_step(self, step: int) -> PendingStep:
+        """Queue the step on the device, and the reading of its statistics."""
+        self.logger.stopwatch.begin()
+        self._recorder.step = step
+        lr = learning_rate(step - 1, self.config.steps, self.config)
+        with self._recorder.data_loading():
+            batch = self.batch_index.batch_of_step(step)
+            load = partial(self.task.microbatches, self.engine, step - 1, batch - 1)
+            microbatches = load()
+        self._last_result = self.engine.step_microbatches(microbatches, lr=lr)
+        collects = (step - 1) % COLLECT_EVERY == 0 or self.is_last(step)
+        return PendingStep(
+            number=step,
+            result=self._last_result,
+            lr=lr,
+            read_rank_stats=self._rank_stats.start_gather(metrics.peak_memory(self.world.device)) if collects else None,
+            read_expert_loads=self.engine.expert_loads.start_read() if self.world.rank == 0 else list,
+            batch=batch,
+            reload_microbatches=load,
+        )
+
+    def roll_back(self, spike: Spike) -> int:
+        """Return from a spike to an earlier step; return the number of completed steps."""
+        self.logger.log_pending()
+        for callback in self.callbacks:
+            callback.on_rollback()
+        return SpikeRollback(self)(spike)
+
+    # -- a run --------------------------------------------------------------------------------------------------------
+
     def run(self) -> RunSummary:
+        """Train to the end, or until a signal stops the run."""
         threads = torch.get_num_threads()
         if self.layout.recompute.startswith("budget"):
             self.engine.rehearse_memory_budget(next(iter(self.task.microbatches(self.engine, 0))))
-        rows = [*self.task.describe(), *resolved_settings(self.config, self.engine, self.peak_flops, threads)]
-        self.display.print_settings(f"{self.task.name} on {self.world.world_size} x {self.world.device.type}", rows)
-        run, before = None, {}
-        if self.world.rank == 0:
-            before = predict_run(self.config, self.layout, self.task.model_config, self.world, threads=threads)
-            plan = {"layout": str(self.layout), "derived": rows, "predicted": before, **self._attempt.log_fields()}
-            run = Run.open(parse_resume_path(self.resume)[0]) if self.resume else Run.create(self.config, plan)
-            if self._attempt.restart_count:
-                run.lock()  # who had it is gone, or is being ended
-            else:
-                refuse_if_running(run)
-        if run is not None:
-            self._watchdog.set_run_dir(run.path)
+        settings = [*self.task.describe(), *resolved_settings(self.config, self.engine, self._peak_flops, threads)]
+        title = f"{self.task.name} on {self.world.world_size} x {self.world.device.type}"
+        self.display.print_settings(title, settings)
+        run, prediction = self._open_run(settings, threads) if self.world.rank == 0 else (None, {})
         self._attempt.log_changes(run, self.display)
-        if run is not None and self.profile is not None:
-            run.write("profile.json", self.profile.to_json())
-        telling = StepLogger(
+        self.logger = StepLogger(
             self.config,
             self.world,
             self.task,
             self.engine,
             display=self.display,
-            rank_stats=self._looks,
-            peak_flops=self.peak_flops,
-            started=self.started,
+            rank_stats=self._rank_stats,
+            peak_flops=self._peak_flops,
+            started=self._started,
             run=run,
         )
         if self.config.replay.every:
-            ReplayCheck(self.engine, self.config.replay, telling.log_corruption)
+            ReplayCheck(self.engine, self.config.replay, self.logger.log_corruption)
         bit_flip.arm_bit_flips(self.engine.parallel)
-        checkpoints = self._checkpoints(run, telling)
+        self.checkpoints = RunCheckpoints(
+            self.config,
+            self.engine,
+            run,
+            resuming=bool(self.resume),
+            extra_facts=self._checkpoint_facts,
+        )
+        evaluation = Evaluation(self)
+        stop = StopOnSignal(self, self._graceful_stop)
+        recording = [TimelineRecording(self, self.engine.pipeline)] if self.engine.pipeline is not None else []
+        self.callbacks: list[LoopCallback] = [*recording, Checkpointing(self), stop, evaluation]
         try:
-            first = self._resumed(checkpoints, telling) if self.resume else 0
-            if telling.spike_detector.rolls_back and not first:
-                checkpoints.save_now(0)  # a spike before the first checkpoint has somewhere to go back to
-            telling.log_start(first, **self._attempt.log_fields())
+            step = self._restore() if self.resume else 0
+            if self.logger.spike_detector.rolls_back and not step:
+                self.checkpoints.save_now(0)  # a spike before the first checkpoint can roll back too
+            self.logger.log_start(step, **self._attempt.log_fields())
             with self.display:
-                summary = self._steps(telling, checkpoints, first)
-                if summary.stopped is not None:
-                    self._stopped(run, summary)
+                while step < self.config.steps and self.stopped_after is None:
+                    step = self._run_step(step + 1)
+                summary = self.logger.summary(
+                    self._last_result,
+                    eval_loss=evaluation.loss,
+                    checkpoint=self.checkpoints.finish(),
+                    stopped=self.stopped_after,
+                )
+                if self.stopped_after is not None:
+                    self._log_stop(run, summary)
                     return summary
                 with self.engine.ema_weights():
                     sample = self.task.sample_text(self.engine)
                 self.engine.drain()
             if run is not None:
-                run.log("end", **summary.log_fields(), sample=sample)
-                measured = correction.compare_prediction(before, telling.step_seconds, telling.peak_memory)
-                run.write(correction.MEASURED_FILE, json.dumps(measured, indent=2) + "\n")
-                results = [*telling.summary_rows(summary), ("step", correction.format_measured(measured))]
-                self.display.print_summary(
-                    f"done: {run.path}", results, prompt=self.config.sample.prompt, sample=sample
-                )
+                self._log_end(run, summary, prediction, sample)
         finally:
-            checkpoints.close()
+            self.checkpoints.close()
             self.engine.close()
             if run is not None:
                 run.close()
         return summary
 
-    def _stopped(self, run: Run | None, summary: RunSummary) -> None:
-        if run is not None:
-            run.log("stopped", step=summary.stopped, signal="SIGTERM", checkpoint=summary.checkpoint, time=time.time())
-            again = f"go on with: echelon train --resume {run.path}"
-            self.display.print_note(f"stopped by SIGTERM after step {summary.stopped}; {again}")
+    def _open_run(self, settings: list[ResolvedSetting], threads: int) -> tuple[Run, dict[str, Any]]:
+        """On rank 0: create or reopen the run's directory; return it and what the planner predicts for the run."""
+        prediction = predict_run(self.config, self.layout, self.task.model_config, self.world, threads=threads)
+        fields = self._attempt.log_fields()
+        plan = {"layout": str(self.layout), "derived": settings, "predicted": prediction, **fields}
+        run = Run.open(parse_resume_path(self.resume)[0]) if self.resume else Run.create(self.config, plan)
+        if self._attempt.restart_count:
+            run.lock()  # the process that held the lock has ended, or is being ended
+        else:
+            refuse_if_running(run)
+        self._watchdog.set_run_dir(run.path)
+        if self._profile is not None:
+            run.write("profile.json", self._profile.to_json())
+        return run, prediction
 
-    def _checkpoints(self, run: Run | None, telling: StepLogger) -> RunCheckpoints:
-        def tell(kind: str, facts: dict[str, Any]) -> None:
-            if run is not None:
-                run.log(kind, **facts)
+    def _checkpoint_facts(self, step: int) -> dict[str, Any]:
+        """Return the position in the data, and the history of losses, after a step."""
+        return {
+            "samples": (self.batch_index.batch_of_step(step + 1) - 1) * self.config.batch,
+            "skipped_batches": list(self.batch_index.skipped),
+            "spikes": self.logger.spike_detector.state_dict(),
+        }
 
-        def more(step: int) -> dict[str, Any]:
-            """The data's cursor: it is the step where nothing is skipped."""
-            cursor = {"samples": (self.batch_index.batch_of_step(step + 1) - 1) * self.config.batch}
-            return {
-                **cursor,
-                "skipped_batches": list(self.batch_index.skipped),
-                "spikes": telling.spike_detector.state_dict(),
-            }
-
-        path = run.path if run is not None else None
-        return RunCheckpoints(self.config, self.engine, path, resuming=bool(self.resume), log=tell, extra_facts=more)
-
-    def _resumed(self, checkpoints: RunCheckpoints, telling: StepLogger) -> int:
-        """How many steps are done."""
-        run = telling.run
-        loaded = checkpoints.restore(parse_resume_path(self.resume)[1])
+    def _restore(self) -> int:
+        """Load a checkpoint of the resumed run; return the number of completed steps."""
+        run = self.logger.run
+        loaded = self.checkpoints.restore(parse_resume_path(self.resume)[1])
         step = loaded.index.step if loaded is not None else 0
         if step >= self.config.steps:
-            raise ValueError(f"the run is through (step {step} of {self.config.steps}); set steps to more")
+            raise ValueError(f"the run is already complete (step {step} of {self.config.steps}); increase steps")
         if loaded is None:
             if run is not None:
-                refuse_if_checkpoints_missing(run, checkpoints.address)
-            self.display.print_note("there is no checkpoint yet: the run starts anew")
+                refuse_if_checkpoints_missing(run, self.checkpoints.address)
+            self.display.print_note("no checkpoint exists yet: the run starts from the first step")
         else:
             self.batch_index.restore(loaded.index.metadata.get("skipped_batches", ()), step)
-            telling.spike_detector.load_state_dict(loaded.index.metadata.get("spikes", {}))
+            self.logger.spike_detector.load_state_dict(loaded.index.metadata.get("spikes", {}))
             self.display.print_note(
-                f"goes on after step {step}: state {loaded.hash}, {loaded.bytes_read:,} bytes read here"
+                f"resumed after step {step}: state {loaded.hash}, this rank read {loaded.bytes_read:,} bytes"
             )
         if run is not None:
             run.log("resume", step=step, layout=str(self.layout), hash=loaded.hash if loaded is not None else None)
         return step
 
-    def _back(self, spike: Spike, telling: StepLogger, checkpoints: RunCheckpoints) -> int:
-        """From a spike to the checkpoint before it, without its batches; how many steps are done then."""
-        telling.spike_detector.count_rollback(spike)
-        many = max(spike.last - spike.first + 1, self.config.spike.skip)
-        skipped = [self.batch_index.batch_of_step(step) for step in range(spike.first, spike.first + many)]
-        loaded = checkpoints.roll_back(spike.first)
-        self.batch_index.skip(skipped)
-        telling.spike_detector.load_state_dict(loaded.index.metadata.get("spikes", {}))
-        checkpoints.save_now(loaded.index.step)
-        telling.log_rollback(loaded.index.step, skipped)
-        return loaded.index.step
+    def _log_stop(self, run: Run | None, summary: RunSummary) -> None:
+        if run is not None:
+            run.log("stopped", step=summary.stopped, signal="SIGTERM", checkpoint=summary.checkpoint, time=time.time())
+            hint = f"resume with: echelon train --resume {run.path}"
+            self.display.print_note(f"stopped by SIGTERM after step {summary.stopped}; {hint}")
 
-    def _steps(self, telling: StepLogger, checkpoints: RunCheckpoints, first: int) -> RunSummary:
-        config, run = self.config, telling.run
-        eval_loss: float | None = None
-        pipeline = self.engine.pipeline
-        untold: deque[PendingStep] = deque()
-        # A GPU works on a step while the host queues the next; ranks of an asynchronous schedule end a step at
-        # different times. Told one step later, nobody waits for it.
-        late = self.world.device.type == "cuda" or (pipeline is not None and pipeline.asynchronous)
-        self._graceful_stop.reads_results_late = late
-        step = first
-        while step < config.steps:
-            self._graceful_stop.before_step(step + 1)
-            telling.stopwatch.begin()
-            self._recorder.step = step + 1
-            lr = learning_rate(step, config.steps, config)
-            last = step + 1 == config.steps
-            if pipeline is not None and last:
-                pipeline.start_recording()
-            with self._recorder.data_loading():
-                batch = self.batch_index.batch_of_step(step + 1)
-                load = partial(self.task.microbatches, self.engine, step, batch - 1)
-                microbatches = load()
-            result = self.engine.step_microbatches(microbatches, lr=lr)
-            looks = step % COLLECT_EVERY == 0 or last
-            look = self._looks.start_gather(metrics.peak_memory(self.world.device)) if looks else None
-            # Only the first rank tells.
-            loads = self.engine.expert_loads.start_read() if self.world.rank == 0 else list
-            untold.append(PendingStep(step + 1, result, lr, look, loads, batch, load))
-            evaluates = config.eval.every and ((step + 1) % config.eval.every == 0 or last)
-            # What is saved is known to be good before it is.
-            saves = telling.spike_detector.is_enabled and checkpoints.is_due(step + 1, last=last)
-            kept = int(late and not last and not evaluates and not saves)
-            spike = telling.log_steps([untold.popleft() for _ in range(len(untold) - kept)])
-            if spike is not None:
-                telling.log_steps(untold)
-                untold.clear()
-                if pipeline is not None and last:
-                    pipeline.finish_recording()
-                step = self._back(spike, telling, checkpoints)
-                continue
-            if pipeline is not None and last:
-                found = pipeline.finish_recording()
-                if found is not None and run is not None:
-                    timeline.write_timelines(run.path, *found)
-                begun = time.perf_counter()
-                self.engine.drain()
-                telling.step_seconds[-1] += time.perf_counter() - begun  # what steps have left to do is a part of them
-            if last or not (telling.spike_detector.rolls_back and telling.consecutive_skips):
-                checkpoints.after_step(step + 1, last=last)
-            if self._graceful_stop.should_stop_after(step + 1) and not last:
-                spike = telling.log_steps(untold)
-                done = step + 1 if spike is None else self._back(spike, telling, checkpoints)
-                checkpoints.save_at_stop(done)
-                return telling.summary(result, eval_loss=eval_loss, checkpoint=checkpoints.finish(), stopped=done)
-            if evaluates:
-                with self._recorder.phase_scope("evaluation"):
-                    eval_loss = self.engine.evaluate(self.task.eval_microbatches(self.engine))
-                if eval_loss is not None:
-                    self.display.print_evaluation(step + 1, eval_loss)
-                    if run is not None:
-                        run.log("evaluation", step=step + 1, loss=eval_loss)
-            step += 1
-        return telling.summary(result, eval_loss=eval_loss, checkpoint=checkpoints.finish())
+    def _log_end(self, run: Run, summary: RunSummary, prediction: dict[str, Any], sample: str) -> None:
+        run.log("end", **summary.log_fields(), sample=sample)
+        measured = correction.compare_prediction(prediction, self.logger.step_seconds, self.logger.peak_memory)
+        run.write(correction.MEASURED_FILE, json.dumps(measured, indent=2) + "\n")
+        rows = [*self.logger.summary_rows(summary), ("step", correction.format_measured(measured))]
+        self.display.print_summary(f"done: {run.path}", rows, prompt=self.config.sample.prompt, sample=sample)

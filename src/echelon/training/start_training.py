@@ -1,4 +1,4 @@
-"""`train` from outside: reads the configuration, starts the ranks it needs, and gives back the run."""
+"""`train`: reads the configuration, starts the ranks it needs, and returns the run."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from echelon.training.logging.step_logger import RunSummary
 
 MAX_RANKS_PER_CORE = 64
-"""ranks of one machine per core: more is a slip of the keyboard, and would take all its memory"""
+"""ranks per core of one machine: more is a typing error, and would exhaust its memory"""
 
 
 def train(
     model: str | Path | Config | Callable[[], Any], *, procs: int | None = None, quiet: bool = False, **settings: Any
 ) -> Run:
-    """Trains and returns the run.
+    """Train and return the run.
 
-    `model` is a configuration (a `Config` or the path of a TOML file), a named size, or a function that makes your
-    own module, with a function `batch(rows, step)` beside it in the same file. Settings are configuration keys, with
-    `_` for the dot: `optimizer_lr=1e-3`.
+    `model` is a configuration (a `Config` or the path of a TOML file), a named size, or a function that builds your
+    model, with a function `batch(rows, step)` in the same file. Settings are configuration keys, with `_` for the dot:
+    `optimizer_lr=1e-3`.
 
     >>> from pathlib import Path
     >>> _ = Path("notes.txt").write_text("the quick brown fox " * 200)
@@ -41,11 +41,12 @@ def train(
     config = build_config(model, settings, procs)
     summary = run_training(config, procs=procs, quiet=quiet)
     if summary.stopped is not None:
-        raise SystemExit(EXIT_STATUS)  # somebody wants this process to end, and it has saved
+        raise SystemExit(EXIT_STATUS)  # SIGTERM asked this process to end, and the run is saved
     return Run.open(summary.run)
 
 
 def build_config(model: str | Path | Config | Callable[[], Any], settings: dict[str, Any], procs: int | None) -> Config:
+    """Return the configuration that the arguments of `train` describe."""
     if isinstance(model, Config):
         if settings:
             raise ValueError(
@@ -65,14 +66,14 @@ def build_config(model: str | Path | Config | Callable[[], Any], settings: dict[
 
 
 def load_config(path: str | Path | None, settings: Sequence[str], procs: int | None) -> Config:
-    """The configuration; its faults and those of `procs` come together."""
-    wrong = [] if procs is None else _procs_issues(procs)
+    """Load the configuration; raise its issues and those of `procs` together."""
+    issues = [] if procs is None else _procs_issues(procs)
     try:
-        config = Config.load(path, settings, world=None if wrong else procs)
+        config = Config.load(path, settings, world=None if issues else procs)
     except ValidationError as error:
-        raise ValidationError([*wrong, *error.issues]) from None
-    if wrong:
-        raise ValidationError(wrong)
+        raise ValidationError([*issues, *error.issues]) from None
+    if issues:
+        raise ValidationError(issues)
     return config
 
 
@@ -83,7 +84,7 @@ def _setting_text(value: Any) -> str:
 
 
 def load_resumed_config(run: str | Path, settings: Sequence[str], procs: int | None) -> Config:
-    """The configuration of a run that goes on, from its directory or that of one of its checkpoints."""
+    """Load the configuration of a resumed run, from its directory or that of one of its checkpoints."""
     from echelon.training.run.resume import parse_resume_path, resumed_config
 
     return resumed_config(parse_resume_path(run)[0], settings, world=procs)
@@ -97,10 +98,9 @@ def run_training(
     inject: Sequence[str] = (),
     resume: str = "",
 ) -> RunSummary:
-    """On the ranks a launcher started, if one did; else on `procs` new ones, or as many as the layout names.
+    """Train on the ranks that a launcher started; without one on `procs` new ranks, or as many as the layout names.
 
-    `inject` are faults on purpose, e.g. `kill:rank=2,step=7`; `resume` is the directory of a run that goes on, or of
-    one of its checkpoints.
+    `inject` lists faults to inject, e.g. `kill:rank=2,step=7`; `resume` is a run's directory or one of its checkpoints.
     """
     from echelon.launch.world import under_launcher
     from echelon.training.elastic.supervisor import supervise
@@ -109,61 +109,66 @@ def run_training(
 
     if procs is None:
         procs = int(os.environ["WORLD_SIZE"]) if under_launcher() else default_procs(config, resume)
-    if wrong := _procs_issues(procs):
-        raise ValidationError(wrong)
+    if issues := _procs_issues(procs):
+        raise ValidationError(issues)
     count = 1 if under_launcher() else procs
-    faults = config.issues(world=None if under_launcher() else count)
+    issues = config.issues(world=None if under_launcher() else count)
     if config.device == "cuda" and not under_launcher():
-        faults += _device_issues(count)
+        issues += _device_issues(count)
     injections: tuple[Injection, ...] = ()
     try:
         injections = injection_spec.parse_injections(
             inject, world_size=None if _is_restarted() else procs, steps=config.steps
         )
     except ValidationError as error:
-        faults += error.issues
-    if faults:
-        raise ValidationError(faults)
+        issues += error.issues
+    if issues:
+        raise ValidationError(issues)
     if resume and not under_launcher():
-        with Run.open(parse_resume_path(resume)[0]) as going_on:
-            refuse_if_running(going_on)  # before ranks are started
+        with Run.open(parse_resume_path(resume)[0]) as run:
+            refuse_if_running(run)  # before ranks are started
     if count == 1 and (under_launcher() or not config.elastic.restarts):
         return train_on_rank(config, quiet, injections, resume)
     return supervise(config, quiet=quiet, inject=injections, resume=resume, procs=count)
 
 
 def _is_restarted() -> bool:
-    """torch's agent started this process anew: there may be fewer ranks than before."""
+    """Return whether torch's elastic agent restarted this process, perhaps with fewer ranks."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def _procs_issues(procs: int) -> list[ValidationIssue]:
-    """Of the number of ranks alone. Under a launcher the ranks are there already."""
+    """Check the number of ranks. Under a launcher the ranks exist already."""
     from echelon.launch.world import available_cores, under_launcher
 
     most = MAX_RANKS_PER_CORE * available_cores()
     if under_launcher():
         started = os.environ["WORLD_SIZE"]
-        wrong = str(procs) != started
-        rule, legal = "is not the number of ranks that the launcher started", f"{started}, or leave it out"
+        is_invalid = str(procs) != started
+        message, legal = "is not the number of ranks that the launcher started", f"{started}, or leave it out"
     else:
-        wrong = not 1 <= procs <= most
-        rule, legal = f"ranks cannot be started on {available_cores()} core(s)", f"1 or more, and at most {most} here"
-    return [ValidationIssue(key="procs", value=str(procs), message=rule, legal=legal)] if wrong else []
+        is_invalid = not 1 <= procs <= most
+        message, legal = (
+            f"ranks cannot be started on {available_cores()} core(s)",
+            f"1 or more, and at most {most} here",
+        )
+    return [ValidationIssue(key="procs", value=str(procs), message=message, legal=legal)] if is_invalid else []
 
 
 def _device_issues(count: int) -> list[ValidationIssue]:
     import torch
 
-    found = torch.cuda.device_count()
-    if found >= count:
+    available = torch.cuda.device_count()
+    if available >= count:
         return []
-    rule = f"needs one CUDA device for each rank of this machine ({count} ranks, {found} devices)"
-    return [ValidationIssue(key="device", value="cuda", message=rule, legal="cpu, auto, or as many ranks as devices")]
+    message = f"requires one CUDA device per rank of this machine ({count} ranks, {available} devices)"
+    return [
+        ValidationIssue(key="device", value="cuda", message=message, legal="cpu, auto, or as many ranks as devices")
+    ]
 
 
 def default_procs(config: Config, resume: str = "") -> int:
-    """As many ranks as the layout names, or one per GPU, or as many as a run had that goes on, or one."""
+    """Return the ranks of the layout, else one per GPU, else those of the resumed run, else 1."""
     if config.layout:
         return Layout.parse(config.layout).world
     if config.device != "cpu":

@@ -1,4 +1,4 @@
-"""What one step of an engine issues and moves on a rank: the cost functions of all its strategies, put together."""
+"""Communication volume of one step on a rank, from the cost functions of all its strategies."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def step_collectives(engine: Engine, traffic: tp_cost.TransformerSizes | None) -
 
 
 def _recomputed_layers(engine: Engine) -> list[str]:
-    """Layers whose forward is repeated."""
+    """Layers that are fully recomputed."""
     return [name for name, form in engine.parallel.checkpointing.forms.items() if form == "full"]
 
 
@@ -69,58 +69,58 @@ def _is_recomputed(engine: Engine, name: str) -> bool:
 
 
 def _regathered_groups(engine: Engine) -> set[str]:
-    """Units inside layers that are repeated (memory.buffer, shard.units)."""
-    repeated, found = _recomputed_layers(engine), set()
-    names = [unit.name for unit in engine.parallel.placement.param_groups]
-    for layer in repeated:
+    """Parameter groups inside recomputed layers (memory.buffer, shard.units)."""
+    regathered: set[str] = set()
+    names = [group.name for group in engine.parallel.placement.param_groups]
+    for layer in _recomputed_layers(engine):
         parts = [name for name in names if name != layer and is_within(name, layer)]
         config = getattr(engine.model, "config", None)
         if layer in engine.parallel.checkpointing.segment_tails and getattr(config, "dropout", 1.0) == 0.0:
-            parts = parts[:-1]  # whole when backward begins, and a repetition ends inside it
-        found.update(parts)
-    return found
+            parts = parts[:-1]  # still unsharded when backward begins, where the recomputation ends
+        regathered.update(parts)
+    return regathered
 
 
 def _recompute_counts(engine: Engine) -> RecomputedLayers:
-    found = engine.parallel.checkpointing
-    mixed = {layer for layer in found.forms for name in _moe_layers(engine) if is_within(name, layer)}
-    plain = [layer for layer in _recomputed_layers(engine) if layer not in mixed]
+    checkpointing = engine.parallel.checkpointing
+    moe = {layer for layer in checkpointing.forms for name in _moe_layers(engine) if is_within(name, layer)}
+    dense = [layer for layer in _recomputed_layers(engine) if layer not in moe]
     return RecomputedLayers(
-        dense=len(plain),
-        dense_tails=sum(layer in found.segment_tails for layer in plain),
-        moe=len(_recomputed_layers(engine)) - len(plain),
-        moe_tails=len(found.segment_tails & mixed),
-        attention_cores=sum("selective" in form for form in found.forms.values()),
+        dense=len(dense),
+        dense_tails=sum(layer in checkpointing.segment_tails for layer in dense),
+        moe=len(_recomputed_layers(engine)) - len(dense),
+        moe_tails=len(checkpointing.segment_tails & moe),
+        attention_cores=sum("selective" in form for form in checkpointing.forms.values()),
     )
 
 
 def _moe_layers(engine: Engine) -> dict[str, MoELayer]:
-    """On this rank, by name."""
+    """MoE layers of this rank, by name."""
     return {name: module for name, module in engine.model.named_modules() if isinstance(module, MoELayer)}
 
 
 def _expert_collectives(engine: Engine, traffic: tp_cost.TransformerSizes) -> Iterator[Collective]:
-    """Of gates that drop nothing."""
+    """Token dispatch of gates that drop no token."""
     tails = engine.parallel.checkpointing.segment_tails
-    for name, mixture in _moe_layers(engine).items():
+    for name, layer in _moe_layers(engine).items():
         routed = ep_cost.MoeTraffic(
             layers=1,
             sequences=traffic.batch,
             seq_len=traffic.seq_len,
             width=traffic.width,
             element_bytes=traffic.element_bytes,
-            experts=mixture.gate.num_experts,
-            top_k=mixture.gate.k,
+            experts=layer.gate.num_experts,
+            top_k=layer.gate.k,
             score_bytes=traffic.loss_bytes,
-            scores=mixture.gate.num_scores,
-            dropout=mixture.experts.drop.p > 0,
-            recomputes_combine=traffic.dropout or not any(is_within(name, layer) for layer in tails),
+            scores=layer.gate.num_scores,
+            dropout=layer.experts.drop.p > 0,
+            recomputes_combine=traffic.dropout or not any(is_within(name, tail) for tail in tails),
         )
         yield from ep_cost.collectives(engine.layout, routed, recomputed=_is_recomputed(engine, name))
 
 
 def _update_collectives(engine: Engine, accumulate: int) -> list[Collective]:
-    """What the gradients of so many microbatches and the update they make issue."""
+    """Collectives of the gradients of `accumulate` microbatches and of their update."""
     parallel, pipeline = engine.parallel, engine.pipeline
     options, units = parallel.options, parallel.placement.param_groups
     reduce_bytes = options.grad_dtype.itemsize
@@ -145,7 +145,7 @@ def _update_collectives(engine: Engine, accumulate: int) -> list[Collective]:
 
 
 def host_transfer_bytes(engine: Engine) -> dict[str, int]:
-    """Bytes of gradients and parameters that a step moves between this rank's device and its host."""
+    """Return the bytes of gradients and parameters that a step moves between this rank's device and host."""
     parallel, pipeline = engine.parallel, engine.pipeline
     options, units = parallel.options, engine.parallel.placement.param_groups
     host, away = parallel.offload.host, [unit for unit in units if unit.name in parallel.offload.group_names]
@@ -164,7 +164,7 @@ def host_transfer_bytes(engine: Engine) -> dict[str, int]:
 
 
 def offloaded_bytes(engine: Engine) -> dict[str, int]:
-    """Bytes of states that this rank holds on its host and on disk."""
+    """Return the bytes of states that this rank holds on its host and on disk."""
     parallel, options = engine.parallel, engine.parallel.options
     host = parallel.offload.host
     return offload_cost.off_device_bytes(

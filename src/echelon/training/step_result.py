@@ -1,4 +1,4 @@
-"""What a step did, read when somebody asks: until then nobody waits for the device, or for other ranks."""
+"""The result of a step, read on demand: until then the host waits neither for the device nor for other ranks."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch import Tensor
 
 
 class StepResult:
-    """What a step did, equal on every rank. Reading it may wait for ranks that are not through with the step yet."""
+    """Loss, gradient norm and loss scale of a step, equal on every rank. Reading it waits for all ranks."""
 
     def __init__(self, read: Callable[[], Sequence[float]], read_norms: Callable[[], list[float]] | None = None):
         self._read = read
         self.read_norms = read_norms or list
-        """asks for the norms of this rank's parts of gradients, where that is of interest"""
+        """returns the norms of this rank's gradient slices"""
 
     @classmethod
     def from_values(
         cls, loss_sum: float, count: float, norm: float, scale: float = 1.0, next_scale: float = 1.0
     ) -> StepResult:
-        """What is known already."""
+        """Return the result of a step whose numbers are known."""
         return cls(lambda: (loss_sum, count, norm, scale, next_scale))
 
     def __reduce__(self) -> tuple[Any, tuple[float, ...]]:
-        """Between processes what is told travels, not the asking."""
+        """Pickle the numbers, not the function that reads them."""
         return StepResult.from_values, self._values
 
     @cached_property
@@ -37,12 +37,12 @@ class StepResult:
         return loss_sum, count, norm, scale, next_scale
 
     def wait(self) -> None:
-        """Until the step is through."""
+        """Wait until the step has ended on all ranks."""
         _ = self._values
 
     @property
     def loss(self) -> float:
-        """mean over all valid targets of the step; 0 where there is none"""
+        """mean loss over all valid targets of the step; 0 without any"""
         return self._values[0] / max(self._values[1], 1.0)
 
     @property
@@ -52,48 +52,48 @@ class StepResult:
 
     @property
     def norm(self) -> float:
-        """of the mean loss's gradient, before clipping"""
+        """norm of the mean loss's gradient, before clipping"""
         return self._values[2]
 
     @property
     def finite(self) -> bool:
-        """the loss and all gradients are"""
+        """whether the loss and all gradients are finite"""
         return math.isfinite(self._values[0]) and math.isfinite(self.norm)
 
     @property
     def skipped(self) -> bool:
-        """no valid target, or something is not finite: nothing was updated"""
+        """whether nothing was updated: without a valid target, or with a loss or gradient that is not finite"""
         return self.count == 0 or not self.finite
 
     @property
     def loss_scale(self) -> float:
-        """of this step"""
+        """loss scale of this step"""
         return self._values[3]
 
     @property
     def next_loss_scale(self) -> float:
-        """of the step after it"""
+        """loss scale of the next step"""
         return self._values[4]
 
 
 def copy_to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """The tensor on a device. From memory that the system may move, a copy to a GPU would wait for the GPU."""
+    """Copy a tensor to a device without waiting; a copy from pageable memory to a GPU would wait for the GPU."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, dtype, non_blocking=True)
 
 
 def start_host_copy(tensor: Tensor) -> Callable[[], list[float]]:
-    """Asks for the numbers of a tensor as they are now. Who asks waits for what made them, and for nothing after it."""
+    """Start a copy of a tensor to the host; the returned function waits for it, but not for later work."""
     if tensor.device.type != "cuda":
         return tensor.tolist
-    here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    here.copy_(tensor, non_blocking=True)
-    come = torch.cuda.Event()
-    come.record()
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    pinned.copy_(tensor, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
 
-    def ask() -> list[float]:
-        come.synchronize()
-        return here.tolist()
+    def read() -> list[float]:
+        copied.synchronize()
+        return pinned.tolist()
 
-    return ask
+    return read

@@ -1,4 +1,4 @@
-"""What a run trains: one of our language models on text, or the user's own module on batches the user makes."""
+"""The training task: a built-in language model on text, or a user's model on batches from its file."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from echelon.training.engine import Engine
 from echelon.training.logging.display import ResolvedSetting
 
 TOKEN_CACHE_DIR = Path.home() / ".cache" / "echelon" / "tokens"
-"""where text that was tokenised once is kept"""
+"""cache of tokenized text"""
 
 
 class TrainingTask(Protocol):
-    """All that the loop asks of what it trains."""
+    """The model and the data of a run, as the loop uses them."""
 
     @property
     def name(self) -> str: ...
     @property
     def model_config(self) -> ModelConfig | None:
-        """What MFU and the layout's rules need to know; none for a user's module."""
+        """Configuration of a built-in model, for MFU and layout rules; None for a user's model."""
         ...
 
     def build(self) -> nn.Module: ...
@@ -42,32 +42,33 @@ class TrainingTask(Protocol):
     def describe(self) -> list[ResolvedSetting]: ...
 
     def example_inputs(self, rows: int) -> dict[str, Tensor]:
-        """Some inputs of the model."""
+        """Return inputs of the model with this many rows."""
         ...
 
     def microbatches(self, engine: Engine, step: int, batch: int | None = None) -> Iterator[Microbatch]:
-        """This rank's microbatches of a step, from the batch of that number where it is not the step's own.
+        """Yield this rank's microbatches of a step, from the batch with that number (the step's by default).
 
-        Both count from 0. Randomness is the step's.
+        Both count from 0. Sample indices, and so dropout, are those of the step.
         """
         ...
 
     def eval_microbatches(self, engine: Engine) -> Iterator[Microbatch]:
-        """This rank's share of the held-out batches; nothing where there are none."""
+        """Yield this rank's microbatches of the held-out data, if there are any."""
         ...
 
     def sample_text(self, engine: Engine) -> str: ...
 
 
 def build_task(config: Config, first_rank_first: AbstractContextManager[None]) -> TrainingTask:
+    """Build the task that the configuration names."""
     if user_model.is_user_model(config.model):
         return UserModelTask(config)
-    with first_rank_first:  # the first rank of a machine tokenises, the others find it done
+    with first_rank_first:  # rank 0 of each machine tokenizes, the others read its cache
         return LanguageModelTask(config)
 
 
 class LanguageModelTask:
-    """A named model on tokens, in an order that is a function of the seed."""
+    """A built-in model on tokens, in an order that is a function of the seed."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -85,10 +86,10 @@ class LanguageModelTask:
             eval_fraction=source.eval_fraction,
         )
         if self.dataset.vocab_size > self.model_config.vocab:
-            rule = f"has fewer tokens than the data ({self.model_config.vocab} and {self.dataset.vocab_size})"
+            message = f"has fewer tokens than the data ({self.model_config.vocab} and {self.dataset.vocab_size})"
             legal = "a model with a larger vocabulary, or another data.tokenizer"
             raise ValidationError(
-                [ValidationIssue(key="model", value=self.model_config.name, message=rule, legal=legal)]
+                [ValidationIssue(key="model", value=self.model_config.name, message=message, legal=legal)]
             )
 
     def build(self) -> nn.Module:
@@ -101,10 +102,12 @@ class LanguageModelTask:
         return model
 
     def describe(self) -> list[ResolvedSetting]:
-        found = self.dataset.describe()
+        settings = self.dataset.describe()
         if is_model_dir(self.config.model):
-            found.append(("first weights", self.config.model, "the model is a directory; each rank reads its slices"))
-        return found
+            settings.append(
+                ("initial weights", self.config.model, "from a model directory; each rank reads its slices")
+            )
+        return settings
 
     def example_inputs(self, rows: int) -> dict[str, Tensor]:
         return _tensors(self.dataset.batch(np.arange(rows)))
@@ -126,12 +129,12 @@ class LanguageModelTask:
                 yield Microbatch(_tensors(self.dataset.eval_batch(indices)), torch.from_numpy(indices))
 
     def sample_text(self, engine: Engine) -> str:
-        wanted = self.config.sample
-        return generate.generate_text(engine, self.tokenizer, wanted.prompt, wanted.tokens) if wanted.tokens else ""
+        sample = self.config.sample
+        return generate.generate_text(engine, self.tokenizer, sample.prompt, sample.tokens) if sample.tokens else ""
 
 
 class UserModelTask:
-    """`file.py:factory`, with a function `batch(rows, step)` in the same file that makes the global batch of a step."""
+    """A user's model `file.py:factory`, with `batch(rows, step)` in the same file for the global batch of a step."""
 
     model_config = None
 
@@ -142,16 +145,13 @@ class UserModelTask:
         self._batch = user_model.load_factory(config.model.rpartition(":")[0] + ":batch")
 
     def build(self) -> nn.Module:
-        torch.manual_seed(
-            self.config.seed
-        )  # a factory that uses torch's generator makes the same weights on every rank
+        # A factory that uses torch's generator builds the same weights on every rank.
+        torch.manual_seed(self.config.seed)
         model: nn.Module = self._factory()
         return model
 
     def describe(self) -> list[ResolvedSetting]:
-        return [
-            ("data", f"{self._batch.__name__}(rows, step)", "made by the file of the model, the same on every rank")
-        ]
+        return [("data", f"{self._batch.__name__}(rows, step)", "from the file of the model, the same on every rank")]
 
     def example_inputs(self, rows: int) -> dict[str, Tensor]:
         return {key: value[:rows] for key, value in self._batch(self.config.batch, 0).items()}
@@ -167,7 +167,7 @@ class UserModelTask:
 
 
 def configured_model(config: Config) -> ModelConfig:
-    """The named size, with what the configuration changes of it."""
+    """Return the named model with the overrides of the configuration."""
     return config.override_model(models.find_model(config.model), seq_len=config.seq_len)
 
 

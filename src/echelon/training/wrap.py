@@ -1,12 +1,11 @@
-"""`wrap`: a drop-in for DDP and FSDP around a user's own loop.
+"""`wrap`: a drop-in replacement for DDP and FSDP in a user's training loop.
 
     model = ec.wrap(model, "dp=4,zero=3")
     optimizer = torch.optim.AdamW(model.parameters())
     loss = loss_fn(model(x), y); loss.backward(); optimizer.step(); optimizer.zero_grad()
 
-Gradients are averaged over dp, as DDP does. That is the gradient of the whole batch's mean only where every rank has
-as many targets; `model.mean(total, count)` gives the exact mean over all ranks, and its exact gradient, where they
-differ.
+Gradients are averaged over dp, as in DDP. That is the gradient of the global mean only if every rank has as many
+targets; `model.mean(total, count)` returns the exact mean over all ranks, with its exact gradient.
 """
 
 from __future__ import annotations
@@ -34,10 +33,9 @@ from echelon.training.grad_norm import GradientNorm, PartialGradients, clip_fact
 
 
 class WrappedModel(nn.Module):
-    """A model on a layout, whose forward and backward do their own communication.
+    """A model in a layout, whose forward and backward communicate.
 
-    `parameters()` are what the optimizer of this rank updates: the model's own parameters where they are whole
-    (zero=0), flat slices of them where they are sharded.
+    `parameters()` are what this rank's optimizer updates: the model's parameters (zero=0), or flat shards of them.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, options: ParallelOptions):
@@ -50,39 +48,39 @@ class WrappedModel(nn.Module):
         self._partial_gradients = PartialGradients(self._parallel)
         self._is_last_microbatch, self._starts_step, self._callback_queued = True, True, False
         self._ends_step: bool | None = None
-        """whether the microbatch under way ends a step, as it was when its forward began; none between two"""
+        """whether the current microbatch ends a step, as set when its forward began; None between microbatches"""
         self._samples = 0
         self.module.register_state_dict_pre_hook(self._before_state_dict)
         self.module.register_load_state_dict_pre_hook(self._before_load)
-        # Before the units' own hooks: what they gather must not be what was there before the optimizer's step.
+        # Before the hooks of parameter groups, which must all-gather the weights after the optimizer's step.
         self.module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
         self._parallel.sharded_model.on_grad = self._during_backward
-        for unit in self._parallel.sharded_model.param_groups:
-            unit.grads.scale = 1.0 / layout.dp
+        for group in self._parallel.sharded_model.param_groups:
+            group.grads.scale = 1.0 / layout.dp
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        found = self._parallel.checkpointing
-        if isinstance(found, MemoryBudget) and found.is_undecided and self.training and torch.is_grad_enabled():
-            self._rehearse_memory_budget(found, args, kwargs)
+        budget = self._parallel.checkpointing
+        if isinstance(budget, MemoryBudget) and budget.is_undecided and self.training and torch.is_grad_enabled():
+            self._rehearse_memory_budget(budget, args, kwargs)
         with self._parallel.saved_tensor_context():
             return self.module(*args, **kwargs)
 
     @torch.no_grad()
-    def _rehearse_memory_budget(self, found: MemoryBudget, args: Any, kwargs: Any) -> None:
-        """Decides what each layer keeps, by a forward pass that changes nothing."""
+    def _rehearse_memory_budget(self, budget: MemoryBudget, args: Any, kwargs: Any) -> None:
+        """Decide what each layer recomputes, by a forward pass that changes nothing."""
         samples, stream = self._samples, self._parallel.rng_stream
-        with recompute_context(self.module, stream, stream.samples), found.rehearsal(self._parallel.options.device):
+        with recompute_context(self.module, stream, stream.samples), budget.rehearsal(self._parallel.options.device):
             self.module(*args, **kwargs)
         self._samples = samples
 
     def mean(self, total: Tensor, count: Tensor) -> Tensor:
-        """The mean over all ranks' targets, from this rank's sum of losses and number of targets."""
+        """Return the mean over all ranks' targets, from this rank's sum of losses and number of targets."""
         out: Tensor = _GlobalMean.apply(total, count, self._parallel.axes["dp"])
         return out
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """For all but the last microbatch of a step: gradients add up on this rank."""
+        """Accumulate gradients on this rank, for all but the last microbatch of a step."""
         self._is_last_microbatch = False
         try:
             yield
@@ -97,7 +95,7 @@ class WrappedModel(nn.Module):
             yield lead + name, parameter
 
     def clip_grad_norm_(self, limit: float) -> Tensor:
-        """Scales all gradients so that their norm over all ranks is at most `limit`; returns the norm before."""
+        """Scale all gradients to a norm over all ranks of at most `limit`; return the norm before."""
         norm = self._grad_norm()
         factor = clip_factor(norm, limit)
         for parameter in self._shards.values():
@@ -106,29 +104,29 @@ class WrappedModel(nn.Module):
         return norm
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The one-device model's `state_dict`, whole, on every rank. All ranks must call it."""
-        found: dict[str, Tensor] = {}
-        flat = self._parallel.sharded_model
-        for unit, piece in flat.pieces():
-            entry, values = piece.param, unit.master.values()
-            local = values.new_zeros(entry.local_numel)
+        """Return the one-device model's `state_dict`, unsharded, on every rank. All ranks must call it."""
+        state: dict[str, Tensor] = {}
+        sharded_model = self._parallel.sharded_model
+        for group, piece in sharded_model.pieces():
+            param, values = piece.param, group.master.values()
+            local = values.new_zeros(param.local_numel)
             if piece.is_owner and piece.is_first_replica:
-                local[piece.start : piece.stop] = flat.piece_view(values, piece)
-            whole = values.new_zeros(entry.shape)
+                local[piece.start : piece.stop] = sharded_model.piece_view(values, piece)
+            full = values.new_zeros(param.shape)
             box = tuple(slice(low, high) for low, high in piece.box)
-            real = tuple(slice(0, high - low) for low, high in piece.box)
-            whole[box] = local.view(entry.local_shape)[real]
-            self._parallel.axes[WORLD_AXIS].all_reduce(whole)
-            found.update(dict.fromkeys(entry.names, whole))
-        return found | {name: buffer.clone() for name, buffer in self._persistent_buffers()}
+            unpadded = tuple(slice(0, high - low) for low, high in piece.box)
+            full[box] = local.view(param.local_shape)[unpadded]
+            self._parallel.axes[WORLD_AXIS].all_reduce(full)
+            state.update(dict.fromkeys(param.names, full))
+        return state | {name: buffer.clone() for name, buffer in self._persistent_buffers()}
 
     @torch.no_grad()
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """The inverse of `full_state_dict`, or a one-device model's `state_dict`: every rank gives all of it, whole."""
+        """Load the result of `full_state_dict`, or a one-device model's `state_dict`; every rank passes all of it."""
         self._check_full(state)
         flat = self._parallel.sharded_model
         for unit in flat.param_groups:
-            unit.reshard()  # what a forward pass without a backward pass left gathered is old
+            unit.reshard()  # a forward without backward leaves old weights unsharded
 
         def values(piece: Piece) -> Tensor:
             part = state[piece.param.name][tuple(slice(low, high) for low, high in piece.box)]
@@ -158,11 +156,11 @@ class WrappedModel(nn.Module):
             )
 
     def _persistent_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """The buffers that a `state_dict` holds: not those that a module makes anew each time."""
-        for home, module in self.module.named_modules(remove_duplicate=False):
+        """Yield the persistent buffers, which a `state_dict` contains."""
+        for prefix, module in self.module.named_modules(remove_duplicate=False):
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
                 if name not in module._non_persistent_buffers_set:
-                    yield f"{home}.{name}" if home else name, buffer
+                    yield f"{prefix}.{name}" if prefix else name, buffer
 
     @property
     def _is_sharded(self) -> bool:
@@ -170,26 +168,26 @@ class WrappedModel(nn.Module):
         return self._parallel.policy.num_shards > 1 or any(entry.local_shape != entry.shape for entry in entries)
 
     def _before_state_dict(self, _module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
-        """As of any module where parameters are whole. Slices are refused: a file of them would look like the model."""
+        """Refuse `state_dict` of sharded parameters: a file of shards would look like the model."""
         if self._is_sharded:
             raise ValueError(
-                f"this rank holds slices of the parameters ({self.layout}); "
-                "call model.full_state_dict() on every rank, which gives them whole"
+                f"this rank holds shards of the parameters ({self.layout}); "
+                "call model.full_state_dict() on every rank, which returns full tensors"
             )
         for unit in self._parallel.sharded_model.param_groups:
-            # Where the optimizer has a copy of its own, the module's is made from it when it is next used: now.
+            # With separate master weights, the module's weights are cast from them on their next use: now.
             unit.after_update()
             unit.unshard()
 
     def _before_load(self, _module: nn.Module, _state: Any, _prefix: str, metadata: Any, *_rest: Any) -> None:
-        """Only parameters that are whole, and the optimizer's own, may be copied into."""
+        """Refuse to load into parameters that are sharded, or that have separate master weights."""
         units = self._parallel.sharded_model.param_groups
         replaced = bool(metadata.get("assign_to_params_buffers"))
         if replaced or self._is_sharded or not all(unit.master.in_place for unit in units):
             why = "assign=True" if replaced else f"{self.layout}, {units[0].unsharded_param.dtype}"
             raise ValueError(
-                f"the model's parameters are not whole and its optimizer's own here ({why}); "
-                "call model.load_full_state_dict(state) on every rank, with the whole tensors"
+                f"the parameters are sharded, or have separate master weights ({why}); "
+                "call model.load_full_state_dict(state) on every rank, with full tensors"
             )
 
     def _local_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -204,7 +202,7 @@ class WrappedModel(nn.Module):
     def _before_forward(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         flat = self._parallel.sharded_model
         if self._starts_step:
-            # Whoever changed the parameters since (an optimizer, a person) does not say so.
+            # An optimizer or the user may have changed the parameters without notice.
             flat.after_update()
         if self.training:
             self._number_samples(args, kwargs)
@@ -220,7 +218,7 @@ class WrappedModel(nn.Module):
             self._ends_step = self._is_last_microbatch
 
     def _number_samples(self, args: Any, kwargs: Any) -> None:
-        """For dropout: rows count on from call to call and from rank to rank, so that no two have the same mask."""
+        """Number the samples over calls and ranks, so that no two have the same dropout mask."""
         rows = next((len(tensor) for tensor in iter_tensors([args, kwargs]) if tensor.dim()), 0)
         axis, options = self._parallel.axes["dp"], self._parallel.options
         start = self._samples + axis.index * rows
@@ -230,8 +228,8 @@ class WrappedModel(nn.Module):
     def _during_backward(self) -> None:
         if self._ends_step is None:
             raise ValueError(
-                "a second backward pass came after the last one of this step, and its gradients would not be reduced; "
-                "add the losses up and call backward once, or put all but the last pass inside model.no_sync()"
+                "a second backward pass follows the last one of this step, and its gradients would not be reduced; "
+                "add the losses and call backward once, or put all but the last pass inside model.no_sync()"
             )
         if not self._callback_queued:
             self._callback_queued = True
@@ -266,9 +264,9 @@ class _GlobalMean(Function):
 
 
 def wrap(model: nn.Module, layout: Layout | str = "", **options: Any) -> WrappedModel:
-    """Lays a model out over the ranks of the default process group, in place. The model's own device and type are kept.
+    """Apply a layout to a model in place, over the default process group; its device and dtype stay.
 
-    Every rank starts from the first rank's values, as with DDP. Options: `reshard_after_forward`, `prefetch`,
+    Every rank starts from the values of rank 0, as in DDP. Options: `reshard_after_forward`, `prefetch`,
     `units`, `seed`.
 
     >>> model = ec.wrap(torch.nn.Linear(4, 2), "dp=1")
@@ -282,42 +280,42 @@ def wrap(model: nn.Module, layout: Layout | str = "", **options: Any) -> Wrapped
         raise ValidationError(faults)
     if layout.pp > 1:
         raise ValueError(
-            f"a pipeline owns the loop (pp={layout.pp}); use ec.Engine(model, layout, optimizer).step(batch)"
+            f"a pipeline needs the engine's loop (pp={layout.pp}); use ec.Engine(model, layout, optimizer).step(batch)"
         )
     if layout.cp > 1 or layout.tp_kind != "1d":
         what = f"cp={layout.cp}" if layout.cp > 1 else f"tp_kind={layout.tp_kind}"
         raise ValueError(
-            f"the engine cuts every batch for this layout ({what}), which a loop of your own would have to do; "
+            f"this layout shards every batch ({what}), which requires the engine; "
             "use ec.Engine(model, layout, optimizer).step(batch)"
         )
     if layout.ep * layout.etp > 1:
         raise ValueError(
-            f"gates may balance by what the whole batch did, which the engine tells them (ep={layout.ep}); "
+            f"expert parallelism requires the engine, which gives gates the load of the global batch (ep={layout.ep}); "
             "use ec.Engine(model, layout, optimizer).step(batch)"
         )
     if layout.offload != "none":
         raise ValueError(
-            f"the update on the host is the engine's (offload={layout.offload}), and yours is in your own loop; "
+            f"offload requires the engine's optimizer (offload={layout.offload}); "
             "use ec.Engine(model, layout, optimizer).step(batch)"
         )
     by_load = [name for name, part in model.named_modules() if getattr(part, "balances_by_load", False)]
     if by_load:
         raise ValueError(
-            f"a gate that balances by the loads of a step must be told them ({by_load[0]}), which the engine does; "
+            f"a gate that balances by the expert load of a step requires the engine ({by_load[0]}); "
             "use ec.Engine(model, layout, optimizer).step(batch), or a gate with a load-balance loss"
         )
     if layout.accumulate > 1 or layout.microbatch > 1:
         raise ValueError(
-            "in a loop of your own the batch is yours; leave microbatch and accumulate out of the layout, "
+            "your loop makes the microbatches; leave microbatch and accumulate out of the layout, "
             "and use model.no_sync()"
         )
     first = next(model.parameters(), None)
     if first is None:
-        raise ValueError(f"the model has no parameters ({type(model).__name__}), so there is nothing to lay out")
+        raise ValueError(f"the model has no parameters ({type(model).__name__})")
     master = torch.promote_types(first.dtype, torch.float32)
     if options.get("kernels", "auto") != "auto":
         raise ValueError(
-            "backward is called by your own loop, which wrap cannot make plain (kernels=plain); put "
+            "kernels=plain requires the engine, since your loop calls backward; put "
             "`with echelon.kernels.dispatch.plain_torch():` around forward and backward, or use echelon.Engine"
         )
     chosen = ParallelOptions(
@@ -332,11 +330,11 @@ def wrap(model: nn.Module, layout: Layout | str = "", **options: Any) -> Wrapped
 
 @torch.no_grad()
 def _broadcast_from_first_rank(model: nn.Module) -> None:
-    """Everyone takes rank 0's parameters and buffers."""
+    """Broadcast rank 0's parameters and buffers."""
     if world_size() == 1:
         return
-    everyone = MeshAxis(
+    world_axis = MeshAxis(
         "world", range(world_size()), torch.distributed.get_rank(), torch.distributed.group.WORLD, frozenset()
     )
     for tensor in [*model.parameters(), *model.buffers()]:
-        everyone.broadcast(tensor.data)
+        world_axis.broadcast(tensor.data)

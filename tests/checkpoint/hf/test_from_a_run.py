@@ -56,7 +56,7 @@ def test_what_cannot_be(tmp_path):
     train(config(tmp_path, "dp=1", **{"optimizer.ema": 0}))
     run = tmp_path / "run"
     code, text = export(run, tmp_path / "out", "--average")
-    assert (code, "keeps no average" in text) == (2, True)
+    assert (code, "has no averaged weights" in text) == (2, True)
     part = run / "checkpoints" / "step-00000003" / "part-00000.safetensors"
     whole = bytearray(part.read_bytes())
     index = json.loads((part.parent / "index.json").read_text())

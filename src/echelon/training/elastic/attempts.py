@@ -1,11 +1,11 @@
-"""Attempts at one run: who starts again goes on, with the ranks that there are.
+"""Attempts at one run: restarted ranks resume it, with the ranks that exist now.
 
-[Note: which run it was]
+[Note: which run to resume]
 
-A rank process that torch's elastic agent started anew knows the agent's run id and no more. The run's directory has
-that id, in plan.json and in each `start` of its log; so the run that goes on is the newest one with this id, in the
-place where this configuration puts its runs. torchrun calls every run "none" unless it is told an id (--rdzv-id): then
-only a restart goes on, and a process that starts for the first time starts a new run.
+A rank that torch's elastic agent restarts knows only the agent's run id. The run's directory contains that id, in
+plan.json and in each `start` record of its log; so a restarted rank resumes the newest run with this id in the
+directory where this configuration puts its runs. torchrun names every run "none" without --rdzv-id: then only a restart
+resumes, and a process that starts for the first time starts a new run.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from echelon.training.run.resume import parse_resume_path
 from echelon.training.run.run_dir import Run, RunError, default_run_path
 
 UNNAMED_RUN_ID = "none"
-"""the id of torchrun's runs that were given none"""
+"""torchrun's run id without --rdzv-id"""
 RESTART, REPLAN = "restart", "replan"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """At a run, by the ranks that there are."""
+    """One attempt at a run, by the ranks that exist now."""
 
     config: Config
     resume: str = ""
-    """the run that goes on; empty for a new one"""
+    """the run to resume; empty for a new one"""
     restart_count: int = 0
-    """of restarts before it"""
+    """restarts before this attempt"""
     active_ranks: int | None = None
-    """the first so many train, where others idle"""
+    """number of ranks that train, if the others idle"""
     layout_change: LayoutChange | None = None
     initial_ranks: int | None = None
-    """ranks of the first attempt, where this is a later one"""
+    """ranks of the first attempt, in a later one"""
 
     def log_fields(self) -> dict[str, str]:
-        """For a run's plan, and each of its starts."""
+        """Return the fields of the run's plan and of its `start` record."""
         return {"elastic": os.environ[AGENT_VARIABLE]} if under_agent() else {}
 
     def injections(self, inject: Sequence[Injection], world: int) -> tuple[Injection, ...]:
-        """Faults on purpose are for the first attempt; only who is gone stays gone."""
+        """Return the injected faults of this attempt: after the first, only ranks that are gone for good."""
         return (
             injections_of_later_attempt(inject, world, first_world_size=self.initial_ranks or world)
             if self.restart_count
@@ -61,7 +61,7 @@ class Attempt:
         )
 
     def log_changes(self, run: Run | None, display: Display) -> None:
-        """What happened between the last attempt and this one."""
+        """Log the restart and the change of layout before this attempt."""
         if self.restart_count and run is not None and scratch_dir.scratch_dir() is None:
             of = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
             run.log(RESTART, number=self.restart_count, of=of, time=time.time(), **_last_failure(run))
@@ -72,7 +72,7 @@ class Attempt:
 
 
 def join_attempt(config: Config, resume: str) -> tuple[Attempt, Rendezvous[Attempt] | None]:
-    """What this attempt is, as the first rank found; all ranks ask. Without torch's agent: the first and only one."""
+    """Return the attempt that rank 0 determines, on all ranks. Without torch's elastic agent there is only one."""
     import torch.distributed as dist
 
     if not under_agent() or dist.is_initialized():
@@ -83,22 +83,22 @@ def join_attempt(config: Config, resume: str) -> tuple[Attempt, Rendezvous[Attem
 
 
 def determine_attempt(config: Config, resume: str, world: int) -> Attempt:
-    """On the first rank."""
+    """Determine the attempt, on rank 0."""
     number = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     path = find_run(config, resume, os.environ[AGENT_VARIABLE], restarted=number > 0)
     goes_on = resume_target(path, resume, os.environ[AGENT_VARIABLE])
     run = Run.open(parse_resume_path(goes_on)[0]) if goes_on else None
     if path is not None and not number:
-        number = 1  # agents count for themselves, and not where machines come and go
+        number = 1  # agents do not count restarts when machines join or leave
     began = Layout.parse(str(run.plan["layout"])).world if run is not None else None
     found = Attempt(config=config, resume=goes_on, restart_count=number, initial_ranks=began)
     if not config.elastic.replan:
         return found
     before = last_layout(run) if run is not None else config.layout
     ranks = Layout.parse(before, world=None if before else world).world
-    there = f"{world} rank{'s are' if world > 1 else ' is'}"
-    why = f"{there} left" if run is not None and world < ranks else f"{there} there"
-    if can_run(config, world):  # in the layout that was asked for, perhaps again
+    available = f"{world} rank{'s are' if world > 1 else ' is'}"
+    why = f"{available} left" if run is not None and world < ranks else f"{available} available"
+    if can_run(config, world):  # the requested layout, perhaps after another one
         again = LayoutChange(
             old_layout=before,
             new_layout=config.layout or f"dp={world}",
@@ -108,11 +108,11 @@ def determine_attempt(config: Config, resume: str, world: int) -> Attempt:
         )
         is_told = (
             run is None or ranks == world or scratch_dir.scratch_dir() is not None
-        )  # the launcher of this machine told it
+        )  # or the launcher of this machine has logged it
         return found if is_told else replace(found, layout_change=again)
     change = plan_layout_change(config, before, world, reason=why)
     if change is None:
-        return found  # refused, with what is wrong
+        return found  # the layout is refused later, with its issues
     config = replace(config, layout=change.new_layout)
     return replace(
         found,
@@ -123,7 +123,7 @@ def determine_attempt(config: Config, resume: str, world: int) -> Attempt:
 
 
 def find_run(config: Config, resume: str, run_id: str, *, restarted: bool) -> Path | None:
-    """The directory of the run that an attempt before this one began or went on with. See the note."""
+    """Return the directory of the run of an earlier attempt, if any: see the note."""
     if resume:
         given = parse_resume_path(resume)[0]
         return given if restarted or (run_id != UNNAMED_RUN_ID and _is_unfinished_run(given, run_id)) else None
@@ -136,7 +136,7 @@ def find_run(config: Config, resume: str, run_id: str, *, restarted: bool) -> Pa
 
 
 def resume_target(path: Path | None, resume: str, run_id: str) -> str:
-    """A run, or the checkpoint that was asked for: nobody went on from that where no attempt has come so far."""
+    """Return the run to resume; the requested checkpoint, unless an earlier attempt has progressed beyond it."""
     if path is None or (
         parse_resume_path(resume)[1] is not None and run_id != UNNAMED_RUN_ID and not _is_unfinished_run(path, run_id)
     ):
@@ -145,7 +145,7 @@ def resume_target(path: Path | None, resume: str, run_id: str) -> str:
 
 
 def _is_unfinished_run(path: Path, run_id: str) -> bool:
-    """It has this id, and is not through."""
+    """Return whether the directory is an incomplete run with this id."""
     with suppress(RunError, ValidationError, OSError, ValueError):
         run = Run.open(path)
         ids, ended = {run.plan.get("elastic")}, False
@@ -158,7 +158,7 @@ def _is_unfinished_run(path: Path, run_id: str) -> bool:
 
 
 def last_layout(run: Run) -> str:
-    """Of the attempt before."""
+    """Return the layout of the previous attempt."""
     layout = str(run.plan["layout"])
     for record in run.records("resume"):
         layout = str(record["layout"])
@@ -166,7 +166,7 @@ def last_layout(run: Run) -> str:
 
 
 def _last_failure(run: Run) -> dict[str, Any]:
-    """What was said of the failure, since the last attempt began."""
+    """Return the failure report of the previous attempt."""
     found: dict[str, Any] = {}
     for record in run.records():
         if record["kind"] == "start":
@@ -175,4 +175,4 @@ def _last_failure(run: Run) -> dict[str, Any]:
             found = {"ranks": record["ranks"], "text": record["text"]}
         elif record["kind"] == "stopped":
             found = {"ranks": [], "text": f"stopped by {record['signal']} after step {record['step']}"}
-    return found or {"ranks": [], "text": "nobody said why"}
+    return found or {"ranks": [], "text": "no failure report"}

@@ -1,4 +1,4 @@
-"""Another layout for the ranks that are left: what the planner says is best, with the same batch and the same model."""
+"""Replanning after a loss of ranks: the planner's best layout for the remaining ones, with the same batch and model."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from echelon.planning.search.layout_search import search_plans
 from echelon.training.run.auto_layout import plan_request_of
 
 MAX_PLANS_TRIED = 32
-"""plans of the best that are tried: what else a configuration asks for may forbid some"""
+"""best plans that are tried, since the configuration may be incompatible with some"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutChange:
-    """From one layout to another."""
+    """A change of the layout between two attempts."""
 
     old_layout: str
     new_layout: str
     available_ranks: int
-    """ranks that are there"""
+    """number of ranks that exist now"""
     step_seconds: float | None
-    """of a step, predicted; none for a module of your own"""
+    """predicted step time; None for a custom model"""
     idle_ranks: tuple[int, ...] = ()
-    """ranks that have nothing to do"""
+    """ranks that the new layout does not use"""
     reason: str = ""
 
     @property
@@ -36,7 +36,7 @@ class LayoutChange:
         return Layout.parse(self.new_layout).world
 
     def record(self) -> dict[str, Any]:
-        """For the log."""
+        """Return the fields of the log record."""
         facts: dict[str, Any] = {
             "from": self.old_layout,
             "to": self.new_layout,
@@ -56,16 +56,16 @@ class LayoutChange:
 
 
 def can_run(config: Config, ranks: int) -> bool:
-    """Whether the layout that was asked for runs on so many ranks."""
+    """Return whether the configured layout can run on this many ranks."""
     return not config.issues(world=ranks)
 
 
 def plan_layout_change(
     config: Config, old_layout: str, available_ranks: int, *, reason: str, rank_numbers: Sequence[int] = ()
 ) -> LayoutChange | None:
-    """To the best layout on the ranks that are left, or on fewer of them; none where nothing can be run.
+    """Return the change to the best layout on the available ranks, or on fewer of them; None if no layout can run.
 
-    `numbers` are those of the ranks, where they are known by others than 0, 1, ….
+    `rank_numbers` names the available ranks, if not 0, 1, ….
     """
     for ranks in range(available_ranks, 0, -1):
         for layout, seconds in _candidate_layouts(config, ranks):
@@ -84,7 +84,7 @@ def plan_layout_change(
 
 
 def _candidate_layouts(config: Config, ranks: int) -> Iterator[tuple[str, float | None]]:
-    """(layout, predicted seconds of a step), best first."""
+    """Yield (layout, predicted step time), best first."""
     if user_model.is_user_model(config.model):
         yield from ((layout, None) for layout in _user_model_layouts(config.layout, ranks))
         return
@@ -93,12 +93,12 @@ def _candidate_layouts(config: Config, ranks: int) -> Iterator[tuple[str, float 
     except ValidationError:
         return
     for plan in plans:
-        if not (plan.layout.pp > 1 and plan.layout.schedule in ASYNC_SCHEDULES):  # those train another way
+        if not (plan.layout.pp > 1 and plan.layout.schedule in ASYNC_SCHEDULES):  # they change the mathematics
             yield str(plan.layout), plan.seconds
 
 
 def _user_model_layouts(layout: str, ranks: int) -> Iterator[str]:
-    """A module that the planner does not know: as it was split, with other data-parallel ranks; or these alone."""
+    """Layouts of a custom model, which the planner cannot price: with another dp degree, or data parallel alone."""
     given = {key: value for key, value in grammar.parse_pairs(layout).values.items() if key not in ("dp", "shard")}
     inside = Layout.resolve(given)
     split = inside.tp * inside.cp * inside.pp

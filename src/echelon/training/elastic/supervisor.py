@@ -1,4 +1,4 @@
-"""A run on ranks of this machine: restarts where one fails, and fewer ranks where one is broken for good."""
+"""Supervisor of ranks on this machine: restarts them after a failure, without a rank that fails every time."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from echelon.training.run.run_dir import Run
 
 
 def supervise(config: Config, *, quiet: bool, inject: Sequence[Injection], resume: str, procs: int) -> RunSummary:
-    """Starts ranks until an attempt comes to its end, or nothing is left to try."""
-    forkserver.forkserver_context([train_on_rank.__module__])  # imported once, and not by every rank of every attempt
+    """Start ranks until an attempt completes the run, or no restart and no other layout is left."""
+    forkserver.forkserver_context([train_on_rank.__module__])  # imported once, not by every rank of every attempt
     left = [*range(procs)]
     this = _LaunchAttempt(config, resume, procs, devices=())
     while True:
@@ -45,7 +45,7 @@ def supervise(config: Config, *, quiet: bool, inject: Sequence[Injection], resum
 
 
 class _LaunchAttempt:
-    """Of so many ranks, in one layout."""
+    """One launch of the ranks, in one layout, with its restarts."""
 
     def __init__(self, config: Config, resume: str, procs: int, *, devices: Sequence[int]):
         self.config, self.resume, self.procs, self.devices = config, resume, procs, devices
@@ -54,14 +54,14 @@ class _LaunchAttempt:
 
     @property
     def path(self) -> Path | None:
-        """Of the run, as soon as it has one."""
+        """Directory of the run, once it exists."""
         return find_run(self.config, self.resume, self.run_id, restarted=True)
 
     def print_resume_hint(self, why: str) -> None:
-        """Before the error, which comes last."""
+        """Print how to resume, before the error."""
         path = self.path if self.config.checkpoint.every else None
         if path is not None and next(Run.open(path).records("checkpoint"), None) is not None:
-            _print_notice(f"{why}; go on from its newest checkpoint with: echelon train --resume {path}")
+            _print_notice(f"{why}; resume from its newest checkpoint with: echelon train --resume {path}")
 
     def run(self, quiet: bool, inject: Sequence[Injection]) -> RunSummary:
         from echelon.faults.post_mortem import explain_failure
@@ -84,15 +84,15 @@ class _LaunchAttempt:
         of = self.config.elastic.restarts
         _print_notice(f"{_first_sentence(error)} Restart {number} of {of}.")
         if (path := self.path) is not None:
-            # Here, and not by the ranks that are restarted: those may fail before they come to it.
+            # Not by the restarted ranks, which may fail before they log it.
             append_event(path, {"number": number, "of": of, "ranks": [error.rank], "text": str(error)}, RESTART)
 
     def layout_without_failed_rank(
         self, error: RankError, remaining_ranks: Sequence[int], requested_config: Config
     ) -> LayoutChange | None:
-        """Where the same rank failed every time: to a layout without it, of those that are left; none if not so.
+        """Return a change to a layout without the failed rank, if the same rank failed every time; else None.
 
-        `left` are ranks by the numbers that they had first, which are those of their GPUs.
+        `remaining_ranks` are numbered as in the first attempt, like their GPUs.
         """
         is_refused = error.failure is not None and bool(error.failure.user_errors)
         if (
@@ -109,14 +109,14 @@ class _LaunchAttempt:
         why = f"rank {remaining_ranks[error.rank]} failed {often}"
         change = plan_layout_change(requested_config, before, len(others), reason=why, rank_numbers=others)
         if change is not None:
-            _print_notice(f"{_first_sentence(error)} The run goes on without that rank: {change}.")
+            _print_notice(f"{_first_sentence(error)} The run continues without that rank: {change}.")
             if path is not None:
                 append_event(path, change.record(), REPLAN)
         return change
 
 
 def _first_sentence(error: RankError) -> str:
-    """The first sentence of what is known. The log has all of it."""
+    """Return the first sentence of the error; the log has all of it."""
     return str(error).splitlines()[0].partition(". ")[0].rstrip(".") + "."
 
 

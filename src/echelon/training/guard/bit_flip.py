@@ -1,4 +1,4 @@
-"""`--inject flip:rank=1,step=5,layer=...`: one bit of what a module gives, or of a gradient, is wrong once."""
+"""`--inject flip:rank=1,step=5,layer=...`: flip one bit of a module's output or of a gradient, once."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from echelon.training.guard.module_outputs import hookable_modules
 from echelon.training.guard.step_checksums import INT_DTYPES
 
 TOP_MANTISSA_BIT = {torch.float64: 51, torch.float32: 22, torch.bfloat16: 6, torch.float16: 9}
-"""the highest bit behind the point: the number changes by at most a half, so nothing else notices"""
+"""the highest mantissa bit: the value changes by at most a half, so no other check notices"""
 
 
 def arm_bit_flips(parallel: ParallelModel) -> None:
-    """Where such a fault was asked for on this rank."""
+    """Install the bit flips that were requested for this rank."""
     wanted = injector.pending_flip_patterns()
     if not wanted:
         return
@@ -30,8 +30,8 @@ def arm_bit_flips(parallel: ParallelModel) -> None:
     ]
     for pattern in wanted:
         if not any(fnmatch(name, pattern) for name in (*modules, *gradients)):
-            here = ", ".join([*modules][:8])
-            raise ValueError(f"no module or parameter of this rank has such a name (flip:layer={pattern}); e.g. {here}")
+            examples = ", ".join([*modules][:8])
+            raise ValueError(f"no module or parameter of this rank matches flip:layer={pattern}; e.g. {examples}")
     for name, module in modules.items():
         if any(fnmatch(name, pattern) for pattern in wanted):
             module.register_forward_hook(_output_hook(name))
@@ -62,8 +62,8 @@ def _hook_gradient_reduction(unit: ParamGroup) -> None:
 
 @torch.no_grad()
 def flip_bit(tensor: Tensor) -> None:
-    """One bit of the largest element, whatever the tensor's layout."""
-    values = tensor.data  # behind autograd's back, as memory does it
+    """Flip one bit of the largest element, for any strides."""
+    values = tensor.data  # invisible to autograd, as in a hardware fault
     at = values.abs().flatten().argmax()
     word = values.flatten()[at : at + 1].clone().view(INT_DTYPES[values.element_size()])
     values[torch.unravel_index(at, values.shape)] = (word ^ (1 << TOP_MANTISSA_BIT[values.dtype])).view(values.dtype)[0]

@@ -1,8 +1,8 @@
-"""Kernels that give the same bits every time.
+"""Deterministic kernels: the same bits in every pass.
 
-On a GPU the backward of attention adds up in any order unless it is told not to, and that is all of our own models that
-does: gradients of the last layer's queries are the first to differ. Of a gradient that is 0 but for rounding (the bias
-of keys) nothing is left to compare then.
+On a GPU the backward of attention accumulates in any order by default; in our models nothing else does. Gradients of
+the last layer's queries are the first to differ, and a gradient that is all rounding error (the bias of keys) differs
+entirely.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ CUBLAS_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def set_cublas_workspace() -> None:
-    """Before the first product of a process, when cuBLAS reads it."""
+    """Set the environment variable that cuBLAS reads before the first GEMM of a process."""
     os.environ.setdefault(*CUBLAS_WORKSPACE)
 
 
 @contextmanager
 def deterministic_kernels() -> Iterator[None]:
-    """Torch's deterministic kernels. An operator that has none is an error that names it."""
+    """Use torch's deterministic kernels; raise ValueError for an operator that has none."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = deterministic
     fills = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    settings.fill_uninitialized_memory = False  # a pass over memory that is written anyway
+    settings.fill_uninitialized_memory = False  # filling memory that is overwritten anyway costs a pass over it
     try:
         yield
     except RuntimeError as error:

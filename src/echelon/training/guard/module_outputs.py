@@ -1,7 +1,7 @@
-"""What the modules of a model give, as it is made: for whoever looks for a number that is not what it should be.
+"""Hooks on the outputs of a model's modules, for NaN debugging and the replay check.
 
-Our linear layers are left out. Those that read the same input are computed together where nobody watches them, and a
-step that is looked at must be computed as every other is. What comes out of them is in the output of what they are in.
+Our linear layers are excluded: those that share an input are fused into one GEMM unless they have hooks, and an
+observed step must compute what every other step does. Their values reach the output of the containing module.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from echelon.models.layers import Linear
 from echelon.parallel.dp.sharded_model import iter_tensors
 
 OutputCallback = Callable[[str, Tensor], None]
-"""takes a module's name, and a floating-point tensor that it gave"""
+"""takes a module's name and a floating-point tensor of its output"""
 
 
 def hookable_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Those that can be watched, by their names."""
+    """Return the modules that may have hooks, by name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -33,7 +33,7 @@ def hookable_modules(model: nn.Module) -> dict[str, nn.Module]:
 def watch_outputs(
     model: nn.Module, on_output: OutputCallback, on_enter: Callable[[str], None] = lambda name: None
 ) -> Iterator[None]:
-    """Every output is shown, when it is made; `enter` is told of modules that begin."""
+    """Call `on_output` with every output, and `on_enter` before every module's forward."""
 
     def before(name: str) -> Callable[..., None]:
         return lambda _module, _args: on_enter(name)

@@ -1,6 +1,9 @@
-"""Whose gradient was not finite: the first parameter of the backward pass, and the ranks that hold it.
+"""NaN debugging: which gradient, or which module output, was the first that is not finite, and on which ranks.
 
-Where the loss was not finite, the first output of the forward pass that was not (first_output.py) says more.
+The gradient norm shows the first parameter of the backward pass whose gradient is not finite. Where the loss is not
+finite either, `first_nonfinite_output` finds the module of the forward pass where it began: the step has updated
+nothing, so its forward pass runs again with the same weights, samples and random numbers, and every output is checked.
+Where results are read one step late, the next step may have moved the weights; nearly always the outcome is the same.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class NonfiniteOutput(NamedTuple):
-    """The first output of the forward pass that was not finite."""
+    """The first module of the forward pass whose output is not finite."""
 
     module: str
     ranks: tuple[int, ...]
@@ -34,28 +37,28 @@ class NonfiniteOutput(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class NonfiniteReport:
-    """What was not finite in a step."""
+    """The loss or gradients of a step that are not finite."""
 
     parameter: str
-    """of the first parameter of the backward pass whose gradient was not; empty where only the loss was not"""
+    """first parameter of the backward pass whose gradient is not finite; empty where only the loss is not"""
     ranks: tuple[int, ...]
-    """that hold such a gradient of it"""
+    """ranks that hold such a gradient"""
     coordinates: tuple[tuple[str, int], ...]
-    """the place of the first of these ranks on the mesh"""
+    """mesh coordinates of the first of these ranks"""
     is_reduced: bool
-    """what they hold is a sum over data-parallel ranks, of which any may have brought it"""
+    """whether the gradient is reduced over data-parallel ranks, any of which may have caused it"""
     loss_is_nonfinite: bool
-    """the loss was not finite either"""
+    """whether the loss is not finite either"""
     output: NonfiniteOutput | None = None
-    """where that began"""
+    """where the loss became not finite"""
 
     @property
     def layer(self) -> str:
-        """Where it began: the module whose output was not finite, or which holds the parameter."""
+        """The module whose output is not finite, or which holds the parameter."""
         return self.output.module if self.output is not None else self.parameter.rpartition(".")[0] or self.parameter
 
     def record(self) -> dict[str, Any]:
-        """For the log."""
+        """Return the fields of the log record."""
         return {
             "parameter": self.parameter,
             "layer": self.layer,
@@ -80,8 +83,8 @@ class NonfiniteReport:
     def _gradient_text(self) -> str:
         if not self.parameter:
             return "loss not finite"
-        place = ", ".join(f"{axis} {index}" for axis, index in self.coordinates)
-        where = f"rank {self.ranks[0]}" + (f" ({place})" if place else "")
+        position = ", ".join(f"{axis} {index}" for axis, index in self.coordinates)
+        where = f"rank {self.ranks[0]}" + (f" ({position})" if position else "")
         others = len(self.ranks) - 1
         where += f" and {others} more" if others else ""
         summed = f", which hold{'' if others else 's'} its sum over data-parallel ranks" if self.is_reduced else ""
@@ -91,20 +94,20 @@ class NonfiniteReport:
 
 
 class NonfiniteLocator:
-    """Who finds it. The order of a model's parameters stands for the order of its forward pass."""
+    """Finds gradients that are not finite. The order of a model's parameters stands for that of its forward pass."""
 
     def __init__(self, model: nn.Module):
-        """Of the whole model, before ranks take their parts of it."""
+        """`model` is the full model, before ranks keep their parts of it."""
         first: dict[int, str] = {}
-        found: dict[str, int] = {}
-        for place, (name, parameter) in enumerate(model.named_parameters(remove_duplicate=False)):
-            # A tied weight stands where it is used last: its gradient begins there.
-            found[first.setdefault(id(parameter), name)] = place
-        self.param_names = sorted(found, key=lambda name: found[name])
+        last_use: dict[str, int] = {}
+        for index, (name, parameter) in enumerate(model.named_parameters(remove_duplicate=False)):
+            # A tied weight counts where it is used last: its gradient begins there.
+            last_use[first.setdefault(id(parameter), name)] = index
+        self.param_names = sorted(last_use, key=lambda name: last_use[name])
         self.modules = list(_forward_order(model))
-        """in the order in which they are through with a forward pass"""
-        mixtures = [name for name, module in model.named_modules() if isinstance(module, Experts)]
-        self.expert_params = {name for name in self.param_names if name.rpartition(".")[0] in mixtures}
+        """in the order in which they end their forward pass"""
+        moe_layers = [name for name, module in model.named_modules() if isinstance(module, Experts)]
+        self.expert_params = {name for name in self.param_names if name.rpartition(".")[0] in moe_layers}
 
     def locate(
         self,
@@ -114,29 +117,35 @@ class NonfiniteLocator:
         *,
         loss_is_nonfinite: bool,
     ) -> NonfiniteReport:
-        """All ranks tell each other what they found: every rank must call it, with the norms of its own parts."""
-        bad = {part.name for part, norm in zip(slices, norms, strict=True) if not math.isfinite(norm)}
+        """Locate the gradient over all ranks: every rank must call it, with the norms of its slices."""
+        nonfinite = {part.name for part, norm in zip(slices, norms, strict=True) if not math.isfinite(norm)}
         axis = parallel.axes[WORLD_AXIS]
-        told = torch.zeros(axis.size, dtype=torch.int64, device=parallel.options.device)
-        told[axis.index] = 1 + max((self.param_names.index(name) for name in bad), default=-1)
-        found = axis.all_reduce(told).tolist()
-        if not any(found):
+        indices = torch.zeros(axis.size, dtype=torch.int64, device=parallel.options.device)
+        indices[axis.index] = 1 + max((self.param_names.index(name) for name in nonfinite), default=-1)
+        by_rank = axis.all_reduce(indices).tolist()
+        if not any(by_rank):
             return NonfiniteReport(
                 parameter="", ranks=(), coordinates=(), is_reduced=False, loss_is_nonfinite=loss_is_nonfinite
             )
-        ranks = tuple(axis.ranks[place] for place, number in enumerate(found) if number == max(found))
+        ranks = tuple(axis.ranks[position] for position, index in enumerate(by_rank) if index == max(by_rank))
         layout, at = parallel.layout, parallel.axes.mesh.coordinates(ranks[0])
         degrees = {"dp": layout.dp, "pp": layout.pp, "cp": layout.cp, "tp": layout.tp}
-        places = tuple((name, at[name]) for name, degree in degrees.items() if degree > 1)
-        name, folded = self.param_names[max(found) - 1], layout.ep * layout.etp
-        copies = layout.dp * layout.cp * layout.tp // folded if name in self.expert_params else layout.dp * layout.cp
+        coordinates = tuple((name, at[name]) for name, degree in degrees.items() if degree > 1)
+        name, expert_ranks = self.param_names[max(by_rank) - 1], layout.ep * layout.etp
+        copies = (
+            layout.dp * layout.cp * layout.tp // expert_ranks if name in self.expert_params else layout.dp * layout.cp
+        )
         return NonfiniteReport(
-            parameter=name, ranks=ranks, coordinates=places, is_reduced=copies > 1, loss_is_nonfinite=loss_is_nonfinite
+            parameter=name,
+            ranks=ranks,
+            coordinates=coordinates,
+            is_reduced=copies > 1,
+            loss_is_nonfinite=loss_is_nonfinite,
         )
 
 
 def _forward_order(module: nn.Module, name: str = "") -> Iterator[str]:
-    """Names of modules: those that are in one before it."""
+    """Yield the names of modules, children before their parent."""
     for child, inside in module.named_children():
         yield from _forward_order(inside, f"{name}.{child}" if name else child)
     if name:
@@ -144,25 +153,26 @@ def _forward_order(module: nn.Module, name: str = "") -> Iterator[str]:
 
 
 def first_nonfinite_output(engine: Engine, microbatches: Iterable[Microbatch]) -> NonfiniteOutput | None:
-    """All ranks must ask, for their own microbatches of a step; none where every output is finite."""
+    """Find it from this rank's microbatches of a step; all ranks must call it. None where every output is finite."""
     names: list[str] = []
-    good: list[Tensor] = []
+    finite: list[Tensor] = []
 
-    def see(name: str, value: Tensor) -> None:
+    def check(name: str, value: Tensor) -> None:
         names.append(name)
-        good.append(torch.isfinite(value).all())
+        finite.append(torch.isfinite(value).all())
 
-    before = StepSnapshot(engine)
-    with watch_outputs(engine.model, see):
+    snapshot = StepSnapshot(engine)
+    with watch_outputs(engine.model, check):
         engine.forward_only(microbatches)
-    before.restore()
-    bad = [name for name, fine in zip(names, torch.stack(good).tolist() if good else (), strict=True) if not fine]
+    snapshot.restore()
+    flags = torch.stack(finite).tolist() if finite else ()
+    nonfinite = [name for name, is_finite in zip(names, flags, strict=True) if not is_finite]
     axis, order = engine.parallel.axes[WORLD_AXIS], engine.nonfinite_locator.modules
-    told = torch.zeros(axis.size, dtype=torch.int64, device=engine.parallel.options.device)
-    told[axis.index] = len(order) - order.index(bad[0]) if bad else 0
-    found = axis.all_reduce(told).tolist()
-    if not any(found):
+    indices = torch.zeros(axis.size, dtype=torch.int64, device=engine.parallel.options.device)
+    indices[axis.index] = len(order) - order.index(nonfinite[0]) if nonfinite else 0
+    by_rank = axis.all_reduce(indices).tolist()
+    if not any(by_rank):
         return None
-    # Later modules have smaller numbers, and what they give follows from what they are given.
-    ranks = tuple(axis.ranks[place] for place, number in enumerate(found) if number == max(found))
-    return NonfiniteOutput(order[len(order) - max(found)], ranks)
+    # Later modules have smaller numbers, and their outputs follow from earlier ones.
+    ranks = tuple(axis.ranks[position] for position, index in enumerate(by_rank) if index == max(by_rank))
+    return NonfiniteOutput(order[len(order) - max(by_rank)], ranks)

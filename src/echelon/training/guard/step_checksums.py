@@ -1,19 +1,19 @@
-"""What one rank made in one pass of a step, as check sums in the order in which it was made.
+"""Checksums of everything one rank computes or receives in one pass of a step, in order.
 
-[Note: who began]
+[Note: which rank began]
 
-When a rank computes something wrong, soon all ranks have something wrong: by the first sum over ranks, or by the next
-stage. So what a rank got from others is written down too, and told apart from its own:
+An error on one rank spreads to all of them, by the first all-reduce or the next stage. So values received from other
+ranks are recorded too, and distinguished from local ones:
 
-    rank 0   output of blocks.0   own into all_reduce   [got from all_reduce *]   output of blocks.1 *
-    rank 1   output of blocks.0 * own into all_reduce * [got from all_reduce *]   output of blocks.1 *
+    rank 0   output of blocks.0   sent to all_reduce     [received by all_reduce *]   output of blocks.1 *
+    rank 1   output of blocks.0 * sent to all_reduce *   [received by all_reduce *]   output of blocks.1 *
 
-The first difference (*) of rank 1 is its own: it began. That of rank 0 is something that it got: it was told. No clock
-is needed, and it holds for tensor parallelism, for stages of a pipeline and for sums of gradients alike.
+The first difference (*) of rank 1 is local: the error began there. That of rank 0 is a received value. This needs no
+clock, and works for tensor parallelism, pipeline stages and gradient reductions alike.
 
-A check sum is the sum of a tensor's bits as integers, which no order of adding changes. Where kernels add up in any
-order and bits are not repeated, a norm stands in its place. A norm far below all others (the gradient of the bias of
-keys, which is 0) is made of rounding, and is held to what the others are.
+A checksum is the sum of a tensor's bits as integers, which is independent of the order of addition. Where kernels are
+not deterministic, a norm takes its place. A norm far below all others (the gradient of the bias of keys, which is 0) is
+rounding error, and is compared on the scale of the others.
 """
 
 from __future__ import annotations
@@ -30,25 +30,27 @@ from echelon.parallel.parallel_model import ParallelModel
 from echelon.training.guard.module_outputs import watch_outputs
 
 NEGLIGIBLE_NORM = 1e-4
-"""of the median of all norms: below it they are compared with this"""
+"""fraction of the median norm below which norms are compared with that fraction"""
 INT_DTYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 @dataclass(frozen=True)
 class ChecksumEvent:
+    """One recorded value."""
+
     what: str
-    """in words"""
+    """description for the report"""
     layer: str
-    """the module or parameter that it was at"""
+    """the module or parameter it belongs to"""
     is_local: bool
-    """made here, and not got from another rank"""
+    """computed on this rank, not received from another"""
 
 
 class StepChecksums:
-    """Of one pass."""
+    """Records the checksums of one pass."""
 
     def __init__(self, *, bits: bool):
-        """With `bits`, equal means equal bits."""
+        """With `bits`, checksums of bits; otherwise norms."""
         self._bits = bits
         self.events: list[ChecksumEvent] = []
         self._values: list[Tensor] = []
@@ -57,7 +59,7 @@ class StepChecksums:
 
     @contextmanager
     def recording(self, parallel: ParallelModel) -> Iterator[None]:
-        """Everything that is made inside is written down."""
+        """Record module outputs, gradients, and what is sent and received, within the context."""
         with ExitStack() as stack:
             stack.enter_context(watch_outputs(parallel.model, self._output, self._enter))
             for unit in parallel.sharded_model.param_groups:
@@ -73,12 +75,12 @@ class StepChecksums:
 
     def add(self, what: str, layer: str, value: Tensor, *, is_local: bool = True) -> None:
         if not value.is_floating_point():
-            return  # the first message of a shape is preceded by its sizes, in one pass only
+            return  # p2p transfers send the sizes of a new shape first, in one pass only
         self.events.append(ChecksumEvent(what, layer, is_local))
         self._values.append(bit_checksum(value) if self._bits else float64_norm(value))
 
     def values(self) -> Tensor:
-        """Of all events."""
+        """Return the checksums or norms of all events."""
         dtype = torch.int64 if self._bits else torch.float64
         return torch.stack(self._values) if self._values else torch.zeros(0, dtype=dtype)
 
@@ -95,10 +97,10 @@ class StepChecksums:
                 self.add(f"its own gradient of {entry.name}", entry.name, unit.grads.view(entry))
 
     def _sent(self, op: str, axis: str, value: Tensor) -> None:
-        self.add(f"what it gave to {op} over {axis}, {self._location}", self._current_name, value)
+        self.add(f"what it sent to {op} over {axis}, {self._location}", self._current_name, value)
 
     def _received(self, op: str, axis: str, value: Tensor) -> None:
-        self.add(f"what it got by {op} over {axis}, {self._location}", self._current_name, value, is_local=False)
+        self.add(f"what it received by {op} over {axis}, {self._location}", self._current_name, value, is_local=False)
 
     @property
     def _location(self) -> str:
@@ -108,23 +110,23 @@ class StepChecksums:
 
 
 def bit_checksum(value: Tensor) -> Tensor:
-    """int64: of the bits of a floating-point tensor."""
+    """int64: sum of the bits of a floating-point tensor, as integers."""
     return value.detach().contiguous().view(INT_DTYPES[value.element_size()]).sum(dtype=torch.int64)
 
 
 def float64_norm(value: Tensor) -> Tensor:
-    """float64: of a tensor, in any of the orders in which it may be added up."""
-    found: Tensor = torch.linalg.vector_norm(value.detach().flatten(), dtype=torch.float64)
-    return found
+    """float64: norm of a tensor."""
+    norm: Tensor = torch.linalg.vector_norm(value.detach().flatten(), dtype=torch.float64)
+    return norm
 
 
 def differences(one: Tensor, other: Tensor, tolerance: float) -> Tensor:
-    """Which events differ, of those that both have."""
-    many = min(len(one), len(other))
-    one_, other_ = one[:many], other[:many]
+    """Return which events differ, among those that both passes have."""
+    common = min(len(one), len(other))
+    one_, other_ = one[:common], other[:common]
     if tolerance:
         finite = torch.isfinite(one_) & torch.isfinite(other_)
-        usual = torch.where(finite, one_.abs(), 0.0).median() if many else 0.0
+        usual = torch.where(finite, one_.abs(), 0.0).median() if common else 0.0
         apart = (one_ - other_).abs() > tolerance * torch.maximum(one_.abs(), other_.abs()).clamp(
             min=NEGLIGIBLE_NORM * usual
         )
@@ -133,8 +135,8 @@ def differences(one: Tensor, other: Tensor, tolerance: float) -> Tensor:
 
 
 def first_difference(one: Tensor, other: Tensor, tolerance: float) -> int:
-    """The place of the first event that differs; -1 where none does."""
-    found = differences(one, other, tolerance).nonzero().flatten()
-    if len(found):
-        return int(found[0])
+    """Return the index of the first event that differs; -1 if none does."""
+    indices = differences(one, other, tolerance).nonzero().flatten()
+    if len(indices):
+        return int(indices[0])
     return -1 if len(one) == len(other) else max(min(len(one), len(other)) - 1, 0)

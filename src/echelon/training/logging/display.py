@@ -1,4 +1,4 @@
-"""What a person sees of a run: every derived number once, live progress, evaluations, and a summary with a text.
+"""The terminal display of a run: resolved settings, live progress, evaluations, and a summary with sample text.
 
 Rank 0 owns one. On a terminal the progress is redrawn in place; elsewhere (a file, a log collector) it is one plain
 line every few seconds. A quiet display prints nothing, so that `--json` leaves standard output to its one object.
@@ -30,7 +30,7 @@ ASCII_SPARK_LEVELS = "_.-:=+*#"
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where a run stands after a step."""
+    """Progress of a run after a step."""
 
     step: int
     """Steps done."""
@@ -39,21 +39,21 @@ class Progress:
     tokens_per_s: float
     """Over all ranks."""
     mfu: float
-    """Share of the peak that the mathematics needs."""
+    """Model FLOPs utilisation."""
     hfu: float
-    """Share of the peak that was executed."""
+    """Hardware FLOPs utilisation."""
     memory: int
     """Peak bytes of the fullest rank."""
     experts: LoadBalance | None = None
-    """How evenly experts were used; none where the model has no experts."""
+    """Expert load balance; None for a model without experts."""
 
     def record(self) -> dict[str, float]:
-        """As the log has it; of experts it has more, in a line of its own."""
+        """Return the fields of the log record; expert loads have a record of their own."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "experts"}
 
 
 ResolvedSetting = tuple[str, str, str]
-"""A number that was chosen for the user: name, value, why."""
+"""A setting that was resolved for the user: name, value, reason."""
 
 
 class Display:
@@ -75,7 +75,7 @@ class Display:
         self._live: Live | None = None
         self._progress: Progress | None = None
         self._losses = LossHistory()
-        # The pace of the last steps, not of the whole run: the first step compiles and allocates.
+        # Speed of the last steps, not of the entire run: the first step compiles and allocates.
         self._times: deque[tuple[float, int]] = deque(maxlen=50)
         self._last_print = -math.inf
 
@@ -93,7 +93,7 @@ class Display:
             self._live = None
 
     def print_settings(self, title: str, settings: Sequence[ResolvedSetting]) -> None:
-        """Every derived number, once, before the first step."""
+        """Print every resolved setting, before the first step."""
         if not self._is_live:
             self._print_line(title)
             for name, value, why in settings:
@@ -108,7 +108,7 @@ class Display:
         self._console.print(Panel(table, title=Text(title, style="bold"), title_align="left", border_style="cyan"))
 
     def show_step(self, progress: Progress) -> None:
-        """A step is done."""
+        """Show the progress after a step."""
         is_first, self._progress = self._progress is None, progress
         self._losses.add(progress.loss)
         now = self._clock()
@@ -121,16 +121,16 @@ class Display:
             self._print_line("  ".join([f"step {progress.step}/{self._total}", *figures, *experts]))
 
     def print_evaluation(self, step: int, loss: float) -> None:
-        """The loss on held-back text."""
+        """Print the loss on held-out text."""
         line = f"evaluation at step {step}: loss {format_number(loss)}, perplexity {format_number(perplexity(loss))}"
         self._print_line(line, style="green")
 
     def print_note(self, text: str) -> None:
-        """Something that happened and that the user should know."""
+        """Print a note about an event."""
         self._print_line(f"note: {text}", style="yellow")
 
     def print_summary(self, title: str, rows: Sequence[tuple[str, str]], *, prompt: str = "", sample: str = "") -> None:
-        """The end: results, and the text that the model wrote after `prompt`."""
+        """Print the results, and the text that the model generated after `prompt`."""
         if not self._is_live:
             self._print_line(title)
             for name, value in rows:
@@ -148,7 +148,7 @@ class Display:
         parts: list[RenderableType] = [table]
         if sample:
             written = Text.assemble((self._printable(prompt), "bold"), self._printable(sample))
-            parts += [Rule("what the model writes now", style="dim green"), written]
+            parts += [Rule("generated text", style="dim green"), written]
         self._console.print(
             Panel(Group(*parts), title=Text(title, style="bold"), title_align="left", border_style="green")
         )
@@ -188,7 +188,7 @@ class Display:
         return Group(bar, *lines, *self._experts())
 
     def _experts(self) -> list[Text]:
-        """How evenly experts are used, on as many lines as it needs; what deserves a look is yellow."""
+        """Expert load balance, wrapped to the width; suspicious values are yellow."""
         if self._progress is None or self._progress.experts is None:
             return []
         lines = [Text.assemble(("experts", "cyan"))]
@@ -207,33 +207,33 @@ class Display:
         self._console.print(Text(text, style=style), soft_wrap=not self._is_live)
 
     def _printable(self, text: str) -> str:
-        """Text of a model that has not learned much: without control characters and what the console cannot encode."""
+        """Generated text without control characters and what the console cannot encode."""
         shown = "".join(letter if letter.isprintable() or letter == "\n" else "·" for letter in text.expandtabs(4))
         return shown.encode(self._console.encoding, "replace").decode(self._console.encoding)
 
 
 class LossHistory:
-    """The losses of a whole run in bounded room: means of equal shares, whose length doubles as the run grows."""
+    """Losses of a run in bounded memory: means over intervals whose length doubles as the run grows."""
 
     def __init__(self, capacity: int = 240) -> None:
         self.means: list[float] = []
-        self._room, self._length = capacity, 1
-        self._share: list[float] = []
+        self._capacity, self._length = capacity, 1
+        self._interval: list[float] = []
 
     def add(self, value: float) -> None:
-        self._share.append(value)
-        if len(self._share) < self._length:
+        self._interval.append(value)
+        if len(self._interval) < self._length:
             return
-        self.means.append(sum(self._share) / len(self._share))
-        self._share.clear()
-        if len(self.means) == self._room:
+        self.means.append(sum(self._interval) / len(self._interval))
+        self._interval.clear()
+        if len(self.means) == self._capacity:
             pairs = zip(self.means[::2], self.means[1::2], strict=True)
             self.means = [(first + second) / 2 for first, second in pairs]
             self._length *= 2
 
 
 def sparkline(values: Sequence[float], width: int, levels: str = SPARK_LEVELS) -> str:
-    """The values as a row of at most `width` bars, each the mean of its share; "!" where a value is not finite."""
+    """Draw values as at most `width` bars, each the mean of an interval; "!" where a value is not finite."""
     columns = min(width, len(values))
     shares = [values[i * len(values) // columns : (i + 1) * len(values) // columns] for i in range(columns)]
     means = [sum(share) / len(share) for share in shares]

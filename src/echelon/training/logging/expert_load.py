@@ -1,4 +1,4 @@
-"""What is said of the experts of a layer in a step, and of all layers together. No torch: pictures of a run read it."""
+"""Expert load of a layer in a step, and load balance over all layers. No torch: reports of a run read it."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any, Self
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """Of one layer in one step."""
+    """Tokens per expert of one MoE layer in one step."""
 
     layer: str
     most: float
-    """assignments of the busiest expert, to the mean"""
+    """max/mean expert load"""
     entropy: float
-    """of the shares of all experts, to that of equal shares: 1 is even, 0 is one expert for all"""
+    """normalised entropy of the loads: 1 is balanced, 0 is one expert for all tokens"""
     dead: int
     """experts without a token"""
     dropped: int
-    """assignments that found no room"""
+    """dropped assignments, beyond the capacity"""
     assigned: int
-    """all assignments, with those that were dropped"""
+    """all assignments of tokens to experts, including dropped ones"""
     counts: tuple[int, ...]
-    """of each expert, before any was dropped"""
+    """load of each expert, before dropping"""
 
     @classmethod
     def from_counts(cls, layer: str, counts: Sequence[int], dropped: int) -> Self:
         total, experts = sum(counts), len(counts)
-        # A sum over no token or one expert has no shares to be uneven.
+        # Without tokens, or with one expert, the load is balanced.
         entropy = 1.0
         if total and experts > 1:
             shares = (count / total for count in counts if count)
@@ -38,14 +38,14 @@ class ExpertLoad:
         return cls(layer, most, entropy, counts.count(0), dropped, total, tuple(counts))
 
     def record(self, *, with_counts: bool = True) -> dict[str, Any]:
-        """As the log has it."""
+        """Return the fields of the log record."""
         names = [name for name in self.__dataclass_fields__ if with_counts or name != "counts"]
         return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadBalance:
-    """All layers of a step: the worst of each figure, and the layer that has it."""
+    """Load balance of a step: the worst value over all layers, and its layer."""
 
     most: float
     most_layer: str
@@ -53,19 +53,19 @@ class LoadBalance:
     """the lowest"""
     entropy_layer: str
     dead: int
-    """of all layers together, of so many `experts`"""
+    """over all layers, out of `experts`"""
     dead_layer: str
-    """where most of them are"""
+    """layer with most of them"""
     experts: int
     dropped: int
-    """of all layers together, of so many `assigned`"""
+    """over all layers, out of `assigned`"""
     dropped_layer: str
-    """where most of them were"""
+    """layer with most of them"""
     assigned: int
 
     @classmethod
     def from_loads(cls, loads: Sequence[ExpertLoad]) -> Self:
-        """Of at least one layer."""
+        """Summarise at least one layer."""
         most = max(loads, key=lambda load: load.most)
         least = min(loads, key=lambda load: load.entropy)
         deadest = max(loads, key=lambda load: load.dead)
@@ -91,7 +91,7 @@ class LoadBalance:
         return {**asdict(self), "dropped_share": self.dropped_share}
 
     def figures(self) -> list[tuple[str, str, bool]]:
-        """Name, value and whether it deserves a look, in few letters."""
+        """Return (name, value, is suspicious) of each figure, for the display."""
         dead = f"{self.dead} of {self.experts}" + (_in(self.dead_layer) if self.dead else "")
         dropped = _percent(self.dropped_share) + (_in(self.dropped_layer) if self.dropped else "")
         return [
@@ -103,9 +103,9 @@ class LoadBalance:
 
 
 def logs_counts(step: int) -> bool:
-    """Whether the log has the counts of every expert in this step: of all up to 1000, then of every tenth, hundredth, …
+    """Return whether the log has the load of every expert in this step: up to 1000 of all, then of every tenth, …
 
-    A table of 60 layers with 256 experts is 60 kB. The figures of a layer are there in every step.
+    A table of 60 layers with 256 experts is 60 kB. The figures of a layer are logged in every step.
     """
     return step % int(10 ** max(0, len(str(step)) - 3)) == 0
 

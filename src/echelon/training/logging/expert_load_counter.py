@@ -1,7 +1,7 @@
-"""What the gates of a model decided in a step: how many tokens each expert got, over all ranks.
+"""Expert load over all ranks: how many tokens the gates assign to each expert in a step.
 
-Ranks of cp and tp decide for whole sequences and so count the same; those of dp have other sequences, and stages other
-layers. One sum over pp x dp tells everyone everything, once a step.
+Ranks of cp and tp route full sequences and count the same; dp ranks have other sequences, and pipeline stages other
+layers. One all-reduce over pp x dp per step gives every rank all counts.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from echelon.training.step_result import start_host_copy
 
 
 def experts_per_moe_layer(model: nn.Module, layout: Layout) -> dict[str, int]:
-    """The mixtures of a whole model and how many experts each has: to be asked before stages take their parts."""
-    found = {name: part.gate for name, part in model.named_modules() if isinstance(part, MoELayer)}
-    by_load = [name for name, gate in found.items() if gate.balances_by_load]
+    """Return the number of experts of each MoE layer of the full model, before stages keep their parts."""
+    gates = {name: part.gate for name, part in model.named_modules() if isinstance(part, MoELayer)}
+    by_load = [name for name, gate in gates.items() if gate.balances_by_load]
     if by_load and layout.pp > 1 and layout.schedule in ASYNC_SCHEDULES:
         raise ValueError(
             f"a gate that balances by the loads of a step ({by_load[0]}.gate) has none in schedule={layout.schedule}, "
             "where stages are at different steps; use schedule=1f1b, or a gate with a load-balance loss"
         )
-    return {name: gate.num_experts for name, gate in found.items()}
+    return {name: gate.num_experts for name, gate in gates.items()}
 
 
 class ExpertLoadCounter:
-    """The mixtures of a model, on this rank and elsewhere."""
+    """Counts the load of all MoE layers, on this rank and on others."""
 
     def __init__(self, parallel: ParallelModel, num_experts: dict[str, int]):
         self.num_experts = num_experts
@@ -45,10 +45,10 @@ class ExpertLoadCounter:
         self.last_table: Tensor | None = None
         """[layers, E + 1] of the last step, on the device"""
         self._pending: PendingWork | None = None
-        """of the last step, where nobody waited for it"""
+        """all-reduce of the last step, in flight"""
 
     def end_step(self, updated: Tensor) -> None:
-        """After an update, or in its place where there is none (`live` is false). Every rank must call it."""
+        """All-reduce the loads after an update, or a skipped one (`updated` is false). Every rank must call it."""
         if self.axis is None:
             return
         self.last_table = self.axis.all_reduce(self._count_table())
@@ -57,13 +57,13 @@ class ExpertLoadCounter:
                 self.local_layers[name].end_step(self.last_table[row, :experts] * updated)
 
     def end_window(self) -> None:
-        """After a step of an asynchronous schedule, which stages end at different times: nobody waits for another."""
+        """Start the all-reduce after a step of an asynchronous schedule, whose stages end it at different times."""
         if self.axis is None:
             return
         self.last_table = self._count_table()
         self._pending = self.axis.start_all_reduce(self.last_table)
         for part in self.local_layers.values():
-            part.expert_load = None  # gates that balance by loads are refused: see `mixtures_of`
+            part.expert_load = None  # load-balancing gates are refused: see `experts_per_moe_layer`
 
     def _count_table(self) -> Tensor:
         table = torch.zeros(len(self.num_experts), self.row_width, dtype=torch.int64, device=self.device)
@@ -75,27 +75,27 @@ class ExpertLoadCounter:
         return table
 
     def start_read(self) -> Callable[[], list[ExpertLoad]]:
-        """Asks for the loads of every layer in the step that has just been queued; who asks waits for it alone."""
+        """Start to read the loads of the last queued step; the returned function waits for that step only."""
         if self.last_table is None:
             return list
         last, pending = self.last_table.flatten(), self._pending
         if pending is not None and last.is_cuda:
-            pending.wait()  # of the device, not of the host
-        told = start_host_copy(last)
+            pending.wait()  # on the device, not on the host
+        read_table = start_host_copy(last)
 
-        def ask() -> list[ExpertLoad]:
+        def read() -> list[ExpertLoad]:
             if pending is not None and not last.is_cuda:
                 pending.wait()
-            return self._to_expert_loads([int(value) for value in told()])
+            return self._to_expert_loads([int(value) for value in read_table()])
 
-        return ask
+        return read
 
     def _to_expert_loads(self, table: list[int]) -> list[ExpertLoad]:
-        found = []
+        loads = []
         for row, (name, experts) in enumerate(self.num_experts.items()):
             *counts, dropped = table[row * self.row_width : (row + 1) * self.row_width]
-            found.append(ExpertLoad.from_counts(name, counts[:experts], dropped))
-        return found
+            loads.append(ExpertLoad.from_counts(name, counts[:experts], dropped))
+        return loads
 
     def collectives(self) -> list[Collective]:
         if self.axis is None or self.axis.size == 1:

@@ -1,7 +1,7 @@
-"""How well the hardware is used: MFU, HFU, the peak they are measured against, and memory.
+"""MFU, HFU, the peak FLOP/s they are relative to, and peak memory.
 
-MFU counts the FLOPs that the mathematics of a step needs, HFU those that were executed: recomputation adds to the
-second only. Both are shares of the bf16 peak of all devices together.
+MFU counts the FLOPs that a step requires, HFU those that are executed: recomputation adds to the latter. Both are
+fractions of the bf16 peak of all devices together.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ BF16_PEAK = {
     "GB200": 2500e12,
     "GB300": 2500e12,
 }
-"""Dense bf16 FLOP/s of one device, by a word or two of the name its driver reports."""
+"""Dense bf16 FLOP/s of one device, by a part of the name that its driver reports."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,15 +70,15 @@ def hfu(flops_per_token: float, tokens_per_s: float, peak: float, *, recomputed:
 def recomputed_flops(
     recompute_shares: RecomputeWork, block_flops_per_token: float, attention_flops_per_token: float = 0.0
 ) -> float:
-    """FLOPs per token that recomputation executes again. Those of the blocks exclude the output layer, those of
-    attention (scores and values) are among them. A forward is a third of a step."""
+    """Return the FLOPs per token that recomputation executes. Block FLOPs exclude the output layer and include
+    attention (scores and values). A forward is a third of a step."""
     return (
         recompute_shares.forward * block_flops_per_token + recompute_shares.attention * attention_flops_per_token
     ) / 3
 
 
 def peak_flops(device: torch.device) -> PeakFlops:
-    """Peak of one device: from the table for a known GPU; for any other it is measured, in about 0.2 s."""
+    """Return the peak of one device: from the table for a known GPU, else measured in about 0.2 s."""
     import torch
 
     if device.type == "cuda":
@@ -89,7 +89,7 @@ def peak_flops(device: torch.device) -> PeakFlops:
 
 
 def known_peak(device_name: str) -> PeakFlops | None:
-    """Peak of a GPU by the name its driver reports, e.g. "NVIDIA A100-SXM4-80GB"."""
+    """Return the peak of a GPU by the name that its driver reports, e.g. "NVIDIA A100-SXM4-80GB"."""
     words = [kind for kind in BF16_PEAK if re.search(rf"\b{re.escape(kind)}\b", device_name)]
     if not words:
         return None
@@ -98,7 +98,7 @@ def known_peak(device_name: str) -> PeakFlops | None:
 
 
 def measure_peak(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.2) -> PeakFlops:
-    """The best of repeated square matmuls, with the threads this process has now."""
+    """Measure the best of repeated square matmuls, with the current threads of this process."""
     import torch
 
     size = 512 if device.type == "cpu" else 4096
@@ -122,7 +122,7 @@ def measure_peak(device: torch.device, dtype: torch.dtype, *, seconds: float = 0
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes in use so far: allocated by tensors on a GPU; on a CPU the resident set of the whole process."""
+    """Return the peak bytes so far: allocated by tensors on a GPU; on a CPU the resident set of the process."""
     if device.type == "cuda":
         import torch
 
@@ -135,15 +135,16 @@ def peak_memory(device: torch.device) -> int:
 
 
 def recompute_shares(engine: Engine) -> RecomputeWork:
+    """Return what recomputation executes, as shares of the layers' forward and attention."""
     from echelon.memory.checkpointing.memory_budget import MemoryBudget
 
-    found, layout = engine.parallel.checkpointing, engine.layout
-    if isinstance(found, MemoryBudget):
-        return found.recompute_work
-    shape = getattr(engine.model, "config", None)
-    # With dropout on them, probabilities are written out.
-    written_out = isinstance(shape, ModelConfig) and shape.dropout > 0 and layout.cp == 1
-    layers = max(len(found.forms), 1)
+    checkpointing, layout = engine.parallel.checkpointing, engine.layout
+    if isinstance(checkpointing, MemoryBudget):
+        return checkpointing.recompute_work
+    model = getattr(engine.model, "config", None)
+    # Attention with dropout materializes its probabilities.
+    materialized = isinstance(model, ModelConfig) and model.dropout > 0 and layout.cp == 1
+    layers = max(len(checkpointing.forms), 1)
     return recompute_work(
-        layout.recompute, layers=layers, layer_bytes=1.0, input_bytes=0.0, materialized_scores=written_out
+        layout.recompute, layers=layers, layer_bytes=1.0, input_bytes=0.0, materialized_scores=materialized
     )

@@ -1,4 +1,4 @@
-"""A look at all ranks, every few steps: memory of the fullest, and what each one's steps are made of."""
+"""Rank statistics, gathered every few steps: peak memory, and each rank's time for work, data and waiting."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from echelon.parallel.comm.mesh_axis import MeshAxis
 from echelon.training.step_result import start_host_copy
 
 COLLECT_EVERY = 10
-"""steps between two looks: each is a collective"""
+"""steps between two collections: each is an all-gather"""
 MAX_LISTED_RANKS = 64
-"""ranks up to which the log lists every one"""
+"""number of ranks up to which the log lists each of them"""
 MIN_STEPS = 4
-"""steps that must be seen before a rank is called slow"""
+"""steps that must be measured before a rank counts as a straggler"""
 VALUES_PER_RANK = 5
 
 
 @dataclass(frozen=True)
 class RankStats:
-    """What was seen."""
+    """Statistics of all ranks."""
 
     peak_memory: int
     num_steps: int
-    """that the shares are means of; none in the first look"""
+    """steps that the times are medians of; 0 in the first collection"""
     shares: Sequence[RankStepTime]
     straggler: Straggler | None
     starved: float
 
     def record(self) -> dict[str, object]:
-        """For the log."""
+        """Return the fields of the log record."""
         found: dict[str, object] = {"steps": self.num_steps, "slow": None}
         if self.straggler is not None:
             found["slow"] = vars(self.straggler)
@@ -44,18 +44,18 @@ class RankStats:
 
 
 class RankStatsCollector:
-    """One rank's part of the looks."""
+    """Collects the statistics of this rank, and gathers those of all ranks."""
 
     def __init__(self, axis: MeshAxis, device: torch.device, mesh: Mesh):
         self._axis, self._device, self._mesh = axis, device, mesh
         self._stages = [mesh.coordinates(rank)["pp"] for rank in range(axis.size)]
         self._steps: list[tuple[float, float, float]] = []
-        """(work, waiting, data) of the steps since the last look"""
+        """(work, waiting, data) seconds of the steps since the last collection"""
         self._recorded_totals = (0.0, 0.0)
         self._first = True
 
     def add_step(self, seconds: float) -> tuple[float, float]:
-        """A step took so long: of it, waiting for ranks and for data."""
+        """Add a step's seconds; return those spent waiting for other ranks and for data."""
         recorder = self._axis.recorder
         recorder.poll_device_waits()
         waited, loaded = recorder.wait_s - self._recorded_totals[0], recorder.data_wait_s - self._recorded_totals[1]
@@ -66,25 +66,25 @@ class RankStatsCollector:
         return waited, loaded
 
     def start_gather(self, memory: int) -> Callable[[], RankStats]:
-        """All ranks must; the answer is read later, as a step's result is."""
+        """Start the all-gather, on all ranks; the returned function reads it, as late as a step's result."""
         count = len(self._steps)
-        # Medians: one step that the system interrupted says nothing of a rank.
+        # Medians, because one step that the system interrupted says nothing about a rank.
         work, waited, loaded = (median(column) for column in zip(*self._steps, strict=True)) if count else (0.0,) * 3
         self._steps = []
         mine = [float(memory), float(count), work, loaded, waited]
         part = torch.tensor(mine, dtype=torch.float64, device=self._device)
-        whole = torch.empty(VALUES_PER_RANK * self._axis.size, dtype=torch.float64, device=self._device)
-        pending = self._axis.start_all_gather(whole, part)
-        if whole.is_cuda:
-            pending.wait()  # of the device, not of the host
-            told = start_host_copy(whole)
-            return lambda: self._to_stats(told())
+        gathered = torch.empty(VALUES_PER_RANK * self._axis.size, dtype=torch.float64, device=self._device)
+        pending = self._axis.start_all_gather(gathered, part)
+        if gathered.is_cuda:
+            pending.wait()  # on the device, not on the host
+            read_values = start_host_copy(gathered)
+            return lambda: self._to_stats(read_values())
 
-        def ask() -> RankStats:
+        def read() -> RankStats:
             pending.wait()
-            return self._to_stats(whole.tolist())
+            return self._to_stats(gathered.tolist())
 
-        return ask
+        return read
 
     def _to_stats(self, numbers: Sequence[float]) -> RankStats:
         rows = [numbers[start : start + VALUES_PER_RANK] for start in range(0, len(numbers), VALUES_PER_RANK)]
@@ -104,7 +104,7 @@ class RankStatsCollector:
 
 
 def mesh_position(mesh: Mesh, rank: int) -> str:
-    """Where a rank stands, in words: `dp 1, tp 0`; only axes with more than one rank."""
+    """Return the mesh coordinates of a rank as `dp 1, tp 0`, for axes with more than one rank."""
     at = mesh.coordinates(rank)
     names = [name for name in ("pp", "dp", "cp", "tp") if getattr(mesh.layout, name) > 1]
     if mesh.layout.ep > 1:

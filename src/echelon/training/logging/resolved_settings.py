@@ -1,4 +1,4 @@
-"""Every number that was chosen for the user, with its reason: printed at the start of a run, kept in its plan."""
+"""Resolved settings of a run, with their reasons: printed at its start, and written to its plan."""
 
 from __future__ import annotations
 
@@ -26,85 +26,102 @@ from echelon.parallel.tp import cost as tp_cost
 from echelon.parallel.tp_grid import cost as tp_grid_cost
 from echelon.pipeline.execution.pipeline import Pipeline
 from echelon.training import step_comm_volume
-from echelon.training.engine import Engine
+from echelon.training.engine import Engine, model_config_of
 from echelon.training.logging.display import ResolvedSetting, format_bytes
 from echelon.training.logging.metrics import PeakFlops
 
 
 def resolved_settings(config: Config, engine: Engine, peak: PeakFlops, threads: int) -> Iterator[ResolvedSetting]:
-    layout, parallel, options = engine.layout, engine.parallel, engine.parallel.options
-    compute = dtype_name(options.compute_dtype)
-    units = parallel.placement.param_groups
+    """Yield every setting that was chosen for the user, with its reason."""
+    layout, parallel, seq_len = engine.layout, engine.parallel, config.seq_len
+    model = model_config_of(engine.model)
     more = [f"{key}={getattr(layout, key)}" for key in ("cp", "pp") if getattr(layout, key) > 1]
     yield "layout", str(layout), " x ".join([f"{layout.world} rank(s): dp={layout.dp} x tp={layout.tp}", *more])
-    if layout.cp > 1 and isinstance(getattr(engine.model, "config", None), ModelConfig):
-        yield from _cp_settings(layout, config.seq_len)
-    shape = getattr(engine.model, "config", None)
-    if isinstance(shape, ModelConfig) and shape.moe is not None:
-        yield _moe_settings(shape.moe, layout, config.seq_len)
+    if layout.cp > 1 and model is not None:
+        yield from _cp_settings(layout, seq_len)
+    if model is not None and model.moe is not None:
+        yield _moe_settings(model.moe, layout, seq_len)
     if engine.pipeline is not None:
-        yield from _pipeline_settings(engine.pipeline, config.seq_len)
+        yield from _pipeline_settings(engine.pipeline, seq_len)
     yield (
         "batch",
-        f"{layout.batch} sequences" + (f" x {config.seq_len} tokens" if tp_traffic(engine, config.seq_len) else ""),
+        f"{layout.batch} sequences" + (f" x {seq_len} tokens" if model is not None else ""),
         f"dp {layout.dp} x microbatch {layout.microbatch} x accumulate {layout.accumulate}",
     )
-    yield (
-        "types",
-        f"compute {compute}, master {_describe_master_weights(engine)}, gradients {_describe_gradient_dtype(engine)}",
-        _gradient_dtype_reason(engine),
-    )
-    wide = [entry.name for unit in units if unit.keep_fp32 for entry in unit.params]
-    if wide:
-        shown = ", ".join(wide[:3]) + (f" and {len(wide) - 3} more" if len(wide) > 3 else "")
-        yield "kept in float32", f"{len(wide)} parameters: {shown}", "precision.keep_fp32; with inputs in float32"
-    if not engine.normalizer.loss_scaler.recipe.is_one:
-        recipe = engine.normalizer.loss_scaler.recipe
-        why = f"halved where gradients are not finite, doubled after {recipe.every:,} good steps"
-        yield "loss scale", str(recipe), why if recipe.is_dynamic else "divided out again in the update"
-    if options.matmul_precision != "same":
-        scales = "row of each factor" if options.matmul_precision == "fp8-row" else "tensor"
-        yield "products", options.matmul_precision, f"in the layers, with a scale for each {scales}; sums are float32"
-    if options.compress != compression_cost.NONE:
-        rounded = (
-            "only what backward reads is rounded"
-            if compression_cost.value_format(options.compress)
-            else "nothing is rounded"
-        )
-        yield "saved for backward", options.compress, f"{rounded}; parameters and small tensors stay"
-    if options.device.type == "cuda":
-        ours = options.kernels == "auto" and dispatch.triton_enabled()
-        why = "norms, rotary positions, SwiGLU, the head's loss, the update" if ours else "as asked, or without Triton"
-        yield "kernels", "our own" if ours else "plain torch", why
+    yield from _precision_settings(engine)
     yield from _optimizer_settings(engine)
     if layout.dp * layout.cp > 1:
         yield (
             "reduction",
             f"{_describe_reduction(parallel.policy, layout.zero)}, in {_describe_gradient_dtype(engine)}",
-            "then divided once by the number of valid targets of the whole step",
+            "then divided once by the number of valid targets of the step",
         )
-    if isinstance(parallel.checkpointing, MemoryBudget):
-        yield ("recompute", *parallel.checkpointing.describe())
-    elif lengths := [len(segment.layers) for segment in parallel.checkpointing.segments if len(segment.layers) > 1]:
-        why = f"{len(parallel.checkpointing.segment_tails)} inputs are kept of {len(parallel.checkpointing.forms)} layers on a rank"
+    yield from _recompute_settings(engine)
+    yield from _group_settings(engine, config.memory.buffer)
+    if layout.tp > 1 and model is not None:
+        yield from _tp_settings(model, layout, seq_len)
+    yield _state_bytes(engine)
+    if layout.offload != "none":
+        yield from _offload_settings(engine)
+    volume = sum(item.bytes * item.count for item in engine.collectives(tp_traffic(engine, seq_len)))
+    if volume:
+        yield "collectives", f"{format_bytes(volume)} per rank and step", "total size of their tensors"
+    if config.replay.every:
+        yield from _replay_settings(engine, config)
+    yield "time-out", f"{config.timeout:g} s", "a rank that waits longer ends the run"
+    yield "threads", str(threads), "per rank"
+    yield "peak", f"{peak.flops / 1e12:.3g} TFLOP/s per device", peak.source
+
+
+def _precision_settings(engine: Engine) -> Iterator[ResolvedSetting]:
+    options, recipe = engine.parallel.options, engine.normalizer.loss_scaler.recipe
+    master, gradients = _describe_master_weights(engine), _describe_gradient_dtype(engine)
+    compute = dtype_name(options.compute_dtype)
+    yield "dtypes", f"compute {compute}, master {master}, gradients {gradients}", _gradient_dtype_reason(engine)
+    wide = [param.name for group in engine.parallel.placement.param_groups if group.keep_fp32 for param in group.params]
+    if wide:
+        shown = ", ".join(wide[:3]) + (f" and {len(wide) - 3} more" if len(wide) > 3 else "")
+        yield "in float32", f"{len(wide)} parameters: {shown}", "precision.keep_fp32; with inputs in float32"
+    if not recipe.is_one:
+        why = f"halves if gradients are not finite, doubles after {recipe.every:,} finite steps"
+        yield "loss scale", str(recipe), why if recipe.is_dynamic else "the update divides by it"
+    if options.matmul_precision != "same":
+        scales = "row of each operand" if options.matmul_precision == "fp8-row" else "tensor"
+        yield "GEMMs", options.matmul_precision, f"in the layers, with a scale per {scales}; accumulation is float32"
+    if options.compress != compression_cost.NONE:
+        lossy = compression_cost.value_format(options.compress)
+        why = "only what backward reads is rounded" if lossy else "lossless"
+        yield "saved activations", options.compress, f"{why}; parameters and small tensors are not compressed"
+    if options.device.type == "cuda":
+        fused = options.kernels == "auto" and dispatch.triton_enabled()
+        why = "norms, rotary embedding, SwiGLU, LM head loss, update" if fused else "as configured, or without Triton"
+        yield "kernels", "fused" if fused else "plain torch", why
+
+
+def _recompute_settings(engine: Engine) -> Iterator[ResolvedSetting]:
+    checkpointing = engine.parallel.checkpointing
+    if isinstance(checkpointing, MemoryBudget):
+        yield ("recompute", *checkpointing.describe())
+    elif lengths := [len(segment.layers) for segment in checkpointing.segments if len(segment.layers) > 1]:
+        why = f"{len(checkpointing.segment_tails)} inputs are saved of {len(checkpointing.forms)} layers on a rank"
         yield "recompute", f"segments of {max(lengths)} layers", why
-    padding = sum(unit.num_shards * unit.shard_numel - unit.numel for unit in units)
-    yield "units", f"{len(units)}, padded by {padding:,} elements", "parameters that are gathered and reduced together"
+
+
+def _group_settings(engine: Engine, limit_mib: float) -> Iterator[ResolvedSetting]:
+    options, groups = engine.parallel.options, engine.parallel.placement.param_groups
+    padding = sum(group.num_shards * group.shard_numel - group.numel for group in groups)
+    yield "parameter groups", f"{len(groups)}, padded by {padding:,} elements", "all-gathered and reduced together"
     if options.max_group_bytes:
-        largest = (
-            max(unit.num_shards * unit.shard_numel for unit in units if not unit.stays_unsharded)
-            * options.compute_dtype.itemsize
-        )
-        why = f"of parameters gathered or reduced at once, as memory.buffer={config.memory.buffer:g} asks"
-        yield (
-            "largest unit",
-            format_bytes(largest),
-            why + ("" if largest <= options.max_group_bytes else ": one module is no smaller"),
-        )
-    if layout.tp > 1 and isinstance(getattr(engine.model, "config", None), ModelConfig):
-        yield from _tp_settings(engine, config.seq_len)
-    held = dp_cost.state_bytes(
-        units,
+        numel = max(group.num_shards * group.shard_numel for group in groups if not group.stays_unsharded)
+        largest = numel * options.compute_dtype.itemsize
+        fits = "" if largest <= options.max_group_bytes else ": one module is larger"
+        yield "largest group", format_bytes(largest), f"memory.buffer={limit_mib:g}{fits}"
+
+
+def _state_bytes(engine: Engine) -> ResolvedSetting:
+    parallel, options = engine.parallel, engine.parallel.options
+    state_bytes = dp_cost.state_bytes(
+        parallel.placement.param_groups,
         parallel.policy,
         compute_bytes=options.compute_dtype.itemsize,
         master_bytes=options.master_dtype.itemsize,
@@ -112,26 +129,12 @@ def resolved_settings(config: Config, engine: Engine, peak: PeakFlops, threads: 
         float16=options.compute_dtype == torch.float16,
         num_versions=engine.pipeline.peak_weight_versions if engine.pipeline is not None else 1,
     )
-    held["optimizer"] = cost.rank_state_bytes(
+    state_bytes["optimizer"] = cost.rank_state_bytes(
         engine.update_rule, parallel.placement, master_bytes=options.master_dtype.itemsize
     )
-    held = _device_bytes(engine, held)
-    shares = ", ".join(f"{key} {format_bytes(value)}" for key, value in held.items() if value)
-    yield "states per rank", format_bytes(sum(held.values())), shares
-    if layout.offload != "none":
-        yield from _offload_settings(engine)
-    sent = sum(item.bytes * item.count for item in engine.collectives(tp_traffic(engine, config.seq_len)))
-    if sent:
-        yield (
-            "collectives",
-            f"{format_bytes(sent)} per rank and step",
-            "sum of the tensors reduced, gathered and scattered",
-        )
-    if config.replay.every:
-        yield from _replay_settings(engine, config)
-    yield "time-out", f"{config.timeout:g} s", "a rank that waits longer ends the run"
-    yield "threads", str(threads), "per rank"
-    yield "peak", f"{peak.flops / 1e12:.3g} TFLOP/s per device", peak.source
+    state_bytes = _device_bytes(engine, state_bytes)
+    parts = ", ".join(f"{key} {format_bytes(value)}" for key, value in state_bytes.items() if value)
+    return "states per rank", format_bytes(sum(state_bytes.values())), parts
 
 
 def _optimizer_settings(engine: Engine) -> Iterator[ResolvedSetting]:
@@ -140,92 +143,94 @@ def _optimizer_settings(engine: Engine) -> Iterator[ResolvedSetting]:
         "betas": list(resolve_betas(rule)) if rule.name in DEFAULT_BETAS else "",
         "momentum": resolve_momentum(rule) or "",
     }
-    if told := ", ".join(f"{key} {value}" for key, value in numbers.items() if value):
+    if text := ", ".join(f"{key} {value}" for key, value in numbers.items() if value):
         given = rule.betas is not None or rule.momentum is not None
-        yield "optimizer", f"{rule.name}, {told}", "as asked" if given else "as is usual for it"
+        yield "optimizer", f"{rule.name}, {text}", "as configured" if given else "its default"
     if rule.name == "muon":
-        entries = [entry for entry in engine.parallel.placement.params.values() if entry.trainable]
-        beside = sum(not is_muon_matrix(rule, entry.name, entry.shape) for entry in entries)
-        by = f"{beside} of {len(entries)} parameters here"
-        yield "by AdamW", by, "vectors, and matrices that optimizer.by_adamw names"
+        params = [param for param in engine.parallel.placement.params.values() if param.trainable]
+        by_adamw = sum(not is_muon_matrix(rule, param.name, param.shape) for param in params)
+        yield (
+            "by AdamW",
+            f"{by_adamw} of {len(params)} parameters on this rank",
+            "vectors, and matrices that optimizer.by_adamw names",
+        )
     if rule.states != "float32":
         why = {
-            "bfloat16": "rounded up or down by chance, so that small changes add up",
-            "int8": f"{cost.QUANTIZATION_BLOCK} elements share a scale; parameters below {cost.MIN_QUANTIZED_NUMEL} elements keep float32",
+            "bfloat16": "stochastic rounding, so that small changes accumulate",
+            "int8": f"{cost.QUANTIZATION_BLOCK} elements share a scale; float32 below {cost.MIN_QUANTIZED_NUMEL}",
         }
         yield "moments", rule.states, why[rule.states]
     if rule.ema:
-        yield "average", f"of the weights, decay {rule.ema:g}", "evaluation and the sample of text use it"
+        yield "EMA", f"of the weights, decay {rule.ema:g}", "for evaluation and the text sample"
     if rule.in_backward:
-        yield "update", "in backward", "each unit's as soon as its gradients are reduced, which are then let go"
+        yield "update", "in backward", "of each parameter group when its gradients are reduced, which are then freed"
 
 
 def _replay_settings(engine: Engine, config: Config) -> Iterator[ResolvedSetting]:
-    """The price of the checks, in forward and backward passes."""
+    """The replay check, with its price in forward and backward passes."""
     every, tolerance = config.replay.every, config.replay.tolerance
     on_gpu = engine.parallel.options.device.type == "cuda"
-    how = "equal bits" + (", of torch's deterministic kernels" if on_gpu else "")
-    how = f"norms, equal to {tolerance:g}: kernels may add up in any order" if tolerance else how
+    how = "equal bits" + (", with deterministic kernels" if on_gpu else "")
+    how = f"norms, equal to {tolerance:g}: kernels need not be deterministic" if tolerance else how
     price = f"+{100 / every:.3g} % forward and backward passes"
-    yield "replay", f"step {every}, {2 * every}, ... computed twice: {price}", f"what each rank made is compared: {how}"
+    yield "replay", f"step {every}, {2 * every}, ... computed twice: {price}", f"each rank compares: {how}"
 
 
 def _describe_master_weights(engine: Engine) -> str:
-    found = dtype_name(engine.parallel.options.master_dtype)
+    dtype = dtype_name(engine.parallel.options.master_dtype)
     if engine.parallel.options.master_dtype == torch.bfloat16:
-        return "none (updates are rounded up or down by chance)"
-    split = any(isinstance(unit.master, SplitMasterWeights) for unit in engine.parallel.sharded_model.param_groups)
-    return f"{found} (in two halves, of which the upper one is the compute value)" if split else found
+        return "none (stochastic rounding)"
+    split = any(isinstance(group.master, SplitMasterWeights) for group in engine.parallel.sharded_model.param_groups)
+    return f"{dtype} (split: the upper half is the compute weight)" if split else dtype
 
 
 def _describe_gradient_dtype(engine: Engine) -> str:
-    return " and ".join(sorted({dtype_name(unit.grad_dtype) for unit in engine.parallel.sharded_model.param_groups}))
+    return " and ".join(sorted({dtype_name(group.grad_dtype) for group in engine.parallel.sharded_model.param_groups}))
 
 
 def _gradient_dtype_reason(engine: Engine) -> str:
-    options, units = engine.parallel.options, engine.parallel.sharded_model.param_groups
-    types = {unit.grad_dtype for unit in units if not unit.spec.keep_fp32}
-    if types == {options.compute_dtype} == {options.master_dtype} and options.compute_dtype.itemsize >= 4:
-        return "one type for everything"
-    if types == {options.compute_dtype} != {options.grad_dtype}:
-        return "one microbatch on one rank: a gradient is never added to, so a longer type would hold the same"
-    asked = "as precision.reduce asks" if options.reduce_dtype else "in float32 whatever the compute type is"
-    return f"gradients accumulate and are reduced {asked}; sums inside products are float32"
+    options, groups = engine.parallel.options, engine.parallel.sharded_model.param_groups
+    dtypes = {group.grad_dtype for group in groups if not group.spec.keep_fp32}
+    if dtypes == {options.compute_dtype} == {options.master_dtype} and options.compute_dtype.itemsize >= 4:
+        return "one dtype for everything"
+    if dtypes == {options.compute_dtype} != {options.grad_dtype}:
+        return "one microbatch on one rank: gradients do not accumulate, so a wider dtype would be equal"
+    how = "as in precision.reduce" if options.reduce_dtype else "in float32 for every compute dtype"
+    return f"gradients accumulate and are reduced {how}; the accumulation dtype of GEMMs is float32"
 
 
 def _device_bytes(engine: Engine, state_bytes: dict[str, int]) -> dict[str, int]:
-    """Of states per rank, what is left of them on the device."""
+    """Return the part of the states that stays on the device."""
     parallel = engine.parallel
-    whole = sum(unit.shard_numel for unit in parallel.placement.param_groups)
-    away = sum(
-        unit.shard_numel for unit in parallel.placement.param_groups if unit.name in parallel.offload.group_names
-    )
+    groups = parallel.placement.param_groups
+    total = sum(group.shard_numel for group in groups)
+    offloaded = sum(group.shard_numel for group in groups if group.name in parallel.offload.group_names)
     names = {"master", "optimizer"}
     if parallel.offload.host is not None and parallel.offload.host.paged:
         names |= {"parameters", "gradients"}
-    stay = (whole - away) / max(whole, 1)
-    return {name: int(value * stay) if name in names else value for name, value in state_bytes.items()}
+    share = (total - offloaded) / max(total, 1)
+    return {name: int(value * share) if name in names else value for name, value in state_bytes.items()}
 
 
 def _offload_settings(engine: Engine) -> Iterator[ResolvedSetting]:
-    away, units = engine.parallel.offload, engine.parallel.sharded_model.param_groups
-    if away.host is not None:
+    offload, groups = engine.parallel.offload, engine.parallel.sharded_model.param_groups
+    if offload.host is not None:
         places = " and ".join(
             f"{format_bytes(value)} on the {key}"
             for key, value in step_comm_volume.offloaded_bytes(engine).items()
             if value
         )
-        those = (
-            "all of them" if len(away.group_names) == len(units) else "the last layers, which the next step needs last"
-        )
-        yield "away", f"{len(away.group_names)} of {len(units)} units: {places} per rank", those
+        num_offloaded = len(offload.group_names)
+        why = "all of them" if num_offloaded == len(groups) else "the last layers, which the next step needs last"
+        yield "offload", f"{num_offloaded} of {len(groups)} parameter groups: {places} per rank", why
         moved = step_comm_volume.host_transfer_bytes(engine)
-        told = f"{format_bytes(moved['gradients'])} of gradients down, {format_bytes(moved['parameters'])} of parameters up"
-        yield "link", f"{told}, per rank and step", "between device and host, beside compute"
+        down, up = format_bytes(moved["gradients"]), format_bytes(moved["parameters"])
+        text = f"{down} of gradients to the host, {up} of parameters to the device, per rank and step"
+        yield "transfers", text, "overlapped with compute"
     elif offload_cost.offloads_optimizer(engine.layout.offload):
-        yield "away", "nothing", "everything fits the device"
-    if away.activation_offload is not None:
-        yield "activations", "on the host between forward and backward", "about two layers' worth stays on the device"
+        yield "offload", "nothing", "all states fit the device"
+    if offload.activation_offload is not None:
+        yield "activations", "on the host between forward and backward", "except about two layers"
 
 
 def _pipeline_settings(pipeline: Pipeline, seq_len: int) -> Iterator[ResolvedSetting]:
@@ -233,23 +238,23 @@ def _pipeline_settings(pipeline: Pipeline, seq_len: int) -> Iterator[ResolvedSet
     yield (
         "schedule",
         f"{schedule.name}: {schedule.stages} stages, {schedule.microbatches} microbatches",
-        schedule.note or "every rank does its list of actions in order",
+        schedule.note or "each rank executes its list of actions in order",
     )
     if pipeline.asynchronous:
         yield (
             "updates",
-            "without waiting for the pipeline to be empty",
-            "on older versions of the weights; the norm that clips is of each stage",
+            "without draining the pipeline",
+            "from older weight versions; each stage clips by its own norm",
         )
     for line in str(pipeline.stages.split).splitlines():
-        stage, links = line.split("  ", 1)
-        yield stage, links.strip(), "links, and their share of the cost"
+        stage, layers = line.split("  ", 1)
+        yield stage, layers.strip(), "layers, and their share of the cost"
 
 
 def tp_traffic(engine: Engine, seq_len: int) -> tp_cost.TransformerSizes | None:
-    """What tensor parallelism's cost depends on; unknown for a user's module."""
-    model = getattr(engine.model, "config", None)
-    if not isinstance(model, ModelConfig):
+    """Return the sizes that communication costs depend on; None for a custom model."""
+    model = model_config_of(engine.model)
+    if model is None:
         return None
     layout, size = engine.layout, engine.parallel.options.compute_dtype.itemsize
     return tp_cost.TransformerSizes.from_config(model, batch=layout.microbatch, seq_len=seq_len, element_bytes=size)
@@ -268,41 +273,41 @@ def _cp_settings(layout: Layout, seq_len: int) -> Iterator[ResolvedSetting]:
     padding = tokens * layout.cp - seq_len
     padded = f", {padding} of them padding" if padding else ""
     how = {
-        "ring": "keys and values go around",
-        "gather": "keys and values are gathered",
-        "ulysses": "heads are exchanged for tokens",
-        "ring-ulysses": f"heads are exchanged between {layout.ulysses} ranks, keys and values go around",
+        "ring": "ring of keys and values",
+        "gather": "all-gather of keys and values",
+        "ulysses": "all-to-all between heads and tokens",
+        "ring-ulysses": f"all-to-all over {layout.ulysses} ranks, ring of keys and values",
     }
-    zigzag = "" if layout.cp_kind == "ulysses" else "; a rank has an early and a late part, so that all see as much"
+    zigzag = (
+        ""
+        if layout.cp_kind == "ulysses"
+        else "; zigzag: each rank has an early and a late chunk, which balances attention"
+    )
     why = how[layout.cp_kind] + zigzag
-    yield "context", f"{tokens} tokens of {tokens * layout.cp} a rank{padded}", why
+    yield "context", f"{tokens} tokens of {tokens * layout.cp} per rank{padded}", why
 
 
-def _moe_settings(mixture: MoEConfig, layout: Layout, seq_len: int) -> ResolvedSetting:
-    what = f"{mixture.k:g} of {mixture.experts} a token by {mixture.gate}, {mixture.experts // layout.ep} on a rank"
+def _moe_settings(moe: MoEConfig, layout: Layout, seq_len: int) -> ResolvedSetting:
+    what = f"{moe.k:g} of {moe.experts} per token by {moe.gate}, {moe.experts // layout.ep} per rank"
     if layout.ep * layout.etp == 1:
         return "experts", what, "all of them on every rank"
-    even = mixture.k * layout.microbatch * seq_len / (layout.cp * layout.tp) * layout.etp
-    rows = (
-        f"at most {MAX_LOAD_FACTOR * even:,.0f} rows at a time, {MAX_LOAD_FACTOR:g} x an even load; more come in rounds"
-    )
-    by_nodes = f"; by way of nodes of {layout.ep_inner} ranks" if layout.ep_inner > 1 else ""
-    return "experts", what, rows + by_nodes
+    balanced = moe.k * layout.microbatch * seq_len / (layout.cp * layout.tp) * layout.etp
+    limit = f"{MAX_LOAD_FACTOR * balanced:,.0f} tokens at a time, {MAX_LOAD_FACTOR:g} x a balanced load"
+    hierarchical = f"; hierarchical, {layout.ep_inner} ranks per node" if layout.ep_inner > 1 else ""
+    return "experts", what, f"at most {limit}; more are dispatched in chunks{hierarchical}"
 
 
-def _tp_settings(engine: Engine, seq_len: int) -> Iterator[ResolvedSetting]:
-    layout, model = engine.layout, engine.model.config
-    assert isinstance(model, ModelConfig)
+def _tp_settings(model: ModelConfig, layout: Layout, seq_len: int) -> Iterator[ResolvedSetting]:
     side = layout.tp
     rows = -(-model.vocab // layout.tp) * layout.tp
     if layout.tp_kind != "1d":
         sizes = tp_grid_cost.grid_shape(layout)
         side, rows = sizes.x, tp_grid_cost.padded_vocab_rows(layout, model.vocab)
-        here, columns = tp_grid_cost.local_activation_shape(layout, layout.microbatch, model.width)
+        sequences, columns = tp_grid_cost.local_activation_shape(layout, layout.microbatch, model.width)
         yield (
             "grid",
-            f"{sizes.z} x {sizes.y} x {sizes.x} ranks, {here:,} sequence(s) and {columns:,} columns on each",
-            f"activations are divided; {layout.microbatch:,} sequence(s) are padded to {here * sizes.batch_parts:,}",
+            f"{sizes.z} x {sizes.y} x {sizes.x} ranks, {sequences:,} sequence(s) and {columns:,} columns on each",
+            f"activations are sharded; {layout.microbatch:,} sequence(s) padded to {sequences * sizes.batch_parts:,}",
         )
     yield "vocabulary", f"{model.vocab:,} padded to {rows:,}", "padded ids have no probability and no gradient"
     if layout.sp:
@@ -310,7 +315,7 @@ def _tp_settings(engine: Engine, seq_len: int) -> Iterator[ResolvedSetting]:
         yield (
             "sequence",
             f"{seq_len:,} padded to {length:,}",
-            "between tensor-parallel regions each tp rank holds a slice",
+            "sequence parallelism: each tp rank holds a slice",
         )
     if side > model.kv_heads:
         yield (

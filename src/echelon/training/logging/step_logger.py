@@ -1,8 +1,9 @@
-"""What a run shows and logs of its steps, and when it ends because too many of them updated nothing."""
+"""The step logger: displays and logs steps, detects spikes, and ends a run that diverged."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -34,26 +35,28 @@ from echelon.training.step_result import StepResult
 from echelon.training.task import TrainingTask
 
 GOODPUT_RECORDS = ("start", "rollback", "step")
-"""lines of a log that goodput counts"""
+"""log records that goodput is computed from"""
 
 
 @dataclass(frozen=True)
 class PendingStep:
+    """A queued step, with functions that read its statistics."""
+
     number: int
     result: StepResult
     lr: float
     read_rank_stats: Callable[[], RankStats] | None
-    """asks what was seen of all ranks, where that was looked at"""
+    """reads the rank statistics, if they were collected"""
     read_expert_loads: Callable[[], list[ExpertLoad]]
-    """asks how many tokens the experts of each layer got"""
+    """reads the expert load of each MoE layer"""
     batch: int
-    """the number of the batch that it trained on, counted from 1"""
+    """number of its batch, counted from 1"""
     reload_microbatches: Callable[[], Iterable[Microbatch]]
-    """this rank's microbatches of it"""
+    """loads this rank's microbatches again"""
 
 
 class StepLogger:
-    """All ranks are told of the same steps; the first one shows and logs them."""
+    """Every rank reads the same steps; rank 0 displays and logs them."""
 
     def __init__(
         self,
@@ -68,31 +71,32 @@ class StepLogger:
         started: float,
         run: Run | None,
     ):
-        """`started` is when this rank was, by `time.perf_counter`."""
+        """`started` is the start of this rank, by `time.perf_counter`."""
         self.config, self.world, self.task, self.engine = config, world, task, engine
         self.display, self.run = display, run
         self._rank_stats, self._peak_flops, self._started = rank_stats, peak_flops, started
         self._start_time = time.time() - (time.perf_counter() - started)
         self._goodput_records: list[dict[str, Any]] = []
-        """what goodput counts: starts and steps, of earlier attempts too"""
+        """starts, rollbacks and steps, of earlier attempts too"""
         self._straggler_notes = StragglerReporter()
         self.peak_memory = 0
-        """of the fullest rank, when it was last looked at"""
+        """of the fullest rank, as last collected"""
         self._experts: LoadBalance | None = None
-        """of the step that was told last"""
+        """of the step that was logged last"""
         self._dropped = 0
-        """assignments to experts that found no room, in all steps"""
+        """dropped token assignments in all steps"""
         self.consecutive_skips = 0
-        """steps in a row, up to the one that was told last, with gradients that are not finite"""
+        """consecutive steps with gradients that are not finite, up to the one logged last"""
         self.spike_detector = SpikeDetector(config.spike)
         self._spike: Spike | None = None
-        """from which the run is about to go back"""
+        """the spike that the run must roll back"""
         self.stopwatch = StepStopwatch()
+        self._pending: deque[PendingStep] = deque()
         self.step_seconds: list[float] = []
-        """of every step"""
+        """time of every step"""
 
     def log_start(self, completed_steps: int, **facts: Any) -> None:
-        """An attempt at the run begins after so many steps; what others did before it counts for goodput."""
+        """Log the start of an attempt; records of earlier attempts count for goodput."""
         start: dict[str, Any] = {"kind": "start", "time": self._start_time, "after": completed_steps, **facts}
         if self.run is not None:
             self._goodput_records = [record for record in self.run.records() if record["kind"] in GOODPUT_RECORDS]
@@ -100,55 +104,60 @@ class StepLogger:
         self._goodput_records.append(start)
 
     def log_rollback(self, completed_steps: int, batches: Sequence[int]) -> None:
-        """The run goes on after so many steps, without these batches."""
+        """Log a rollback to `completed_steps`, after which `batches` are skipped."""
         if self._spike is not None:
             what = f"batch {batches[0]} is" if len(batches) == 1 else f"batches {batches[0]} to {batches[-1]} are"
-            self.display.print_note(f"{self._spike}; back to step {completed_steps}, {what} skipped")
-        back: dict[str, Any] = {"kind": "rollback", "after": completed_steps, "skipped_batches": list(batches)}
-        self._goodput_records.append(back)
+            self.display.print_note(f"{self._spike}; rolled back to step {completed_steps}, {what} skipped")
+        record: dict[str, Any] = {"kind": "rollback", "after": completed_steps, "skipped_batches": list(batches)}
+        self._goodput_records.append(record)
         if self.run is not None:
-            self.run.log(**back)
+            self.run.log(**record)
         self._spike, self.consecutive_skips = None, 0
 
-    def log_corruption(self, found: SilentCorruption, action_text: str) -> None:
-        """A step that was computed twice was not the same; nothing is said of a run that ends, since its error does."""
+    def log_corruption(self, corruption: SilentCorruption, action_text: str) -> None:
+        """Log silent data corruption; without `action_text` the run ends, and its error is the note."""
         if action_text:
-            self.display.print_note(f"{found}; {action_text}")
+            self.display.print_note(f"{corruption}; {action_text}")
         if self.run is not None:
-            self.run.log("corruption", **found.record(), action=self.config.replay.action)
+            self.run.log("corruption", **corruption.record(), action=self.config.replay.action)
 
-    def log_steps(self, steps: Sequence[PendingStep]) -> Spike | None:
-        """Waits for steps, shows and logs them; gives a spike from which the run is to go back.
+    def add(self, step: PendingStep) -> None:
+        """Add a step that is queued, to be logged by `log_pending`."""
+        self._pending.append(step)
 
-        Raises where too many steps in a row had gradients that are not finite, and there is no going back.
+    def log_pending(self, keep: int = 0) -> Spike | None:
+        """Wait for all added steps but the newest `keep`, and log them; return a spike that the run must roll back.
+
+        Raises DivergedError after too many consecutive steps with gradients that are not finite, unless it rolls back.
         """
+        steps = [self._pending.popleft() for _ in range(len(self._pending) - keep)]
         for step in steps:
             step.result.wait()
         if steps:
             seconds = self.stopwatch.end(len(steps))
         for step in steps:
             self.step_seconds.append(seconds)
-            not_finite = self._log_step(step, seconds)
-            if self._spike is None:  # what came after one is told, and lost with it
-                self._detect_spike(step, not_finite)
+            nonfinite = self._log_step(step, seconds)
+            if self._spike is None:  # steps after a spike are logged, and rolled back with it
+                self._detect_spike(step, nonfinite)
         return self._spike
 
-    def _detect_spike(self, step: PendingStep, not_finite: NonfiniteReport | None) -> None:
-        found = self.spike_detector.observe(step.number, step.result)
+    def _detect_spike(self, step: PendingStep, nonfinite: NonfiniteReport | None) -> None:
+        spike = self.spike_detector.observe(step.number, step.result)
         try:
-            self._count_skips(step, not_finite)
+            self._count_skips(step, nonfinite)
         except DivergedError as error:
             if not self.spike_detector.rolls_back:
                 raise
-            found = self.spike_detector.spike_from_divergence(error, step.result)
-        if found is None:
+            spike = self.spike_detector.spike_from_divergence(error, step.result)
+        if spike is None:
             return
         if self.run is not None:
-            self.run.log("spike", batch=step.batch, **found.record())
+            self.run.log("spike", batch=step.batch, **spike.record())
         if self.spike_detector.rolls_back:
-            self._spike = found
+            self._spike = spike
         else:
-            self.display.print_note(f"{found}; it was trained on batch {step.batch}")
+            self.display.print_note(f"{spike}; its batch is {step.batch}")
 
     def _log_step(self, step: PendingStep, seconds: float) -> NonfiniteReport | None:
         result, run = step.result, self.run
@@ -161,11 +170,11 @@ class StepLogger:
             self._dropped += self._experts.dropped
         progress = self._progress(step.number, result, self._tokens(result) / seconds)
         self.display.show_step(progress)
-        not_finite = self.engine.locate_nonfinite(result)
-        if not_finite is not None and not_finite.loss_is_nonfinite and not self.engine.update_rule.in_backward:
-            not_finite = replace(not_finite, output=first_nonfinite_output(self.engine, step.reload_microbatches()))
-        if not_finite is not None:
-            self.display.print_note(f"step {step.number} skipped: {_nonfinite_text(result, not_finite)}")
+        nonfinite = self.engine.locate_nonfinite(result)
+        if nonfinite is not None and nonfinite.loss_is_nonfinite and not self.engine.update_rule.in_backward:
+            nonfinite = replace(nonfinite, output=first_nonfinite_output(self.engine, step.reload_microbatches()))
+        if nonfinite is not None:
+            self.display.print_note(f"step {step.number} skipped: {_nonfinite_text(result, nonfinite)}")
         elif result.skipped:
             self.display.print_note(f"step {step.number} had no valid target: nothing was updated")
         counted = {"step": step.number, "skipped": result.skipped, "seconds": seconds, "waiting": waiting, "data": data}
@@ -182,16 +191,16 @@ class StepLogger:
                 **scaled,
                 **({"batch": step.batch} if step.batch != step.number else {}),
             )
-            if not_finite is not None:
-                run.log("not finite", step=step.number, **not_finite.record(), next_loss_scale=result.next_loss_scale)
+            if nonfinite is not None:
+                run.log("not finite", step=step.number, **nonfinite.record(), next_loss_scale=result.next_loss_scale)
             if loads:
-                kept = logs_counts(step.number)
-                run.log("experts", step=step.number, layers=[load.record(with_counts=kept) for load in loads])
-        return not_finite
+                with_counts = logs_counts(step.number)
+                run.log("experts", step=step.number, layers=[load.record(with_counts=with_counts) for load in loads])
+        return nonfinite
 
-    def _count_skips(self, step: PendingStep, not_finite: NonfiniteReport | None) -> None:
-        """All ranks are told the same, and stop together."""
-        if not_finite is None:
+    def _count_skips(self, step: PendingStep, nonfinite: NonfiniteReport | None) -> None:
+        """Raise DivergedError after too many consecutive skips; all ranks do, since they read the same results."""
+        if nonfinite is None:
             self.consecutive_skips = 0 if step.result.count else self.consecutive_skips
             return
         self.consecutive_skips += 1
@@ -199,46 +208,47 @@ class StepLogger:
         lower = "precision.loss_scale or optimizer.lr" if fixed else "optimizer.lr"
         if self.engine.update_rule.in_backward:
             raise DivergedError(
-                f"updates in backward cannot be left out, and step {step.number} had gradients that are not finite: "
-                f"{_nonfinite_text(step.result, not_finite)}; lower {lower}, or use optimizer.in_backward=false",
+                f"updates in backward cannot be skipped, and step {step.number} had gradients that are not finite: "
+                f"{_nonfinite_text(step.result, nonfinite)}; lower {lower}, or use optimizer.in_backward=false",
                 *(step.number, step.number),
             )
-        nothing = self.consecutive_skips == step.number == self.config.steps
-        if self.consecutive_skips < self.config.precision.skips and not nothing:
+        all_skipped = self.consecutive_skips == step.number == self.config.steps
+        if self.consecutive_skips < self.config.precision.skips and not all_skipped:
             return
-        layer = f" (first in {not_finite.layer})" if not_finite.layer else ""
+        layer = f" (first in {nonfinite.layer})" if nonfinite.layer else ""
         raise DivergedError(
-            f"training diverged: {self.consecutive_skips} step(s) in a row up to step {step.number} had gradients that are not "
-            f"finite{layer}, and updated nothing; the last one: {_nonfinite_text(step.result, not_finite)}. Lower {lower}, "
-            "set clip, or in 16 bits keep that layer in float32 (precision.keep_fp32)",
+            f"training diverged: {self.consecutive_skips} step(s) in a row up to step {step.number} had gradients that "
+            f"are not finite{layer}, and updated nothing; the last: {_nonfinite_text(step.result, nonfinite)}. "
+            f"Lower {lower}, set clip, or with a 16-bit dtype keep that layer in float32 (precision.keep_fp32)",
             *(step.number - self.consecutive_skips + 1, step.number),
         )
 
     def _tokens(self, result: StepResult) -> int:
-        """What a step's rate counts: tokens of text, or valid targets of a user's module."""
+        """Tokens of a step; valid targets for a custom model."""
         return self.config.batch * self.config.seq_len if self.task.model_config else result.count
 
-    def _log_rank_stats(self, step: int, look: RankStats) -> None:
-        """Who is slow is logged every time, and told when it lasts."""
-        self.peak_memory = look.peak_memory
-        if self.run is None or not look.num_steps or self.world.world_size == 1:
+    def _log_rank_stats(self, step: int, stats: RankStats) -> None:
+        """Log the statistics every time, and note a straggler when it persists."""
+        self.peak_memory = stats.peak_memory
+        if self.run is None or not stats.num_steps or self.world.world_size == 1:
             return
-        self.run.log("ranks", step=step, **look.record())
-        if look.num_steps < MIN_STEPS:
+        self.run.log("ranks", step=step, **stats.record())
+        if stats.num_steps < MIN_STEPS:
             return
-        for note in self._straggler_notes.report(look.straggler, look.starved, self._rank_stats.mesh_position):
+        for note in self._straggler_notes.report(stats.straggler, stats.starved, self._rank_stats.mesh_position):
             self.display.print_note(note)
 
     def goodput(self) -> RunGoodput:
+        """Return the goodput of the run so far."""
         now = self._start_time + time.perf_counter() - self._started
         return measure_goodput(self._goodput_records, end_time=now)
 
     def summary(
         self, last: StepResult, *, eval_loss: float | None, checkpoint: str | None, stopped: int | None = None
     ) -> RunSummary:
-        """Of the run so far; `last` is the last step's."""
+        """Summarise the run so far; `last` is the result of the last step."""
         spent = self.goodput()
-        steady = self.step_seconds[1:] or self.step_seconds  # the first step allocates, and would spoil the mean
+        steady = self.step_seconds[1:] or self.step_seconds  # without the first step, which allocates
         rate = self._tokens(last) * len(steady) / sum(steady)
         mfu, hfu = self._utilisation(rate)
         return RunSummary(
@@ -269,17 +279,17 @@ class StepLogger:
         )
 
     def _utilisation(self, rate: float) -> tuple[float, float]:
-        """(MFU, HFU); not a number for a user's module, whose FLOPs are not known."""
-        shape = self.task.model_config
-        if shape is None:
+        """Return (MFU, HFU); NaN for a custom model, whose FLOPs are unknown."""
+        model = self.task.model_config
+        if model is None:
             return float("nan"), float("nan")
-        flops = shape.flops_per_token(self.config.seq_len)
-        attention = flops - shape.flops_per_token(0)
-        again = metrics.recomputed_flops(
-            recompute_shares(self.engine), flops - 6 * shape.vocab * shape.width, attention
+        flops = model.flops_per_token(self.config.seq_len)
+        attention = flops - model.flops_per_token(0)
+        recomputed = metrics.recomputed_flops(
+            recompute_shares(self.engine), flops - 6 * model.vocab * model.width, attention
         )
         peak = self._peak_flops.flops * self.world.world_size
-        return metrics.mfu(flops, rate, peak), metrics.hfu(flops, rate, peak, recomputed=again)
+        return metrics.mfu(flops, rate, peak), metrics.hfu(flops, rate, peak, recomputed=recomputed)
 
     def summary_rows(self, summary: RunSummary) -> list[tuple[str, str]]:
         return [
@@ -298,16 +308,16 @@ class StepLogger:
         return [("experts", f"{figures}; {self._dropped:,} dropped in the run")]
 
 
-def _nonfinite_text(result: StepResult, not_finite: NonfiniteReport) -> str:
-    """What was not finite, and what becomes of the loss scale."""
+def _nonfinite_text(result: StepResult, nonfinite: NonfiniteReport) -> str:
+    """Describe what was not finite, and the change of the loss scale."""
     before, after = result.loss_scale, result.next_loss_scale
     scale = f", loss scale {before:g} -> {after:g}" if before != after else f", loss scale {before:g}"
-    return str(not_finite) + (scale if (before, after) != (1.0, 1.0) else "")
+    return str(nonfinite) + (scale if (before, after) != (1.0, 1.0) else "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """What a run came to; the keys of `train --json`."""
+    """Results of a run; the keys of `train --json`."""
 
     run: str
     """its directory"""
@@ -317,19 +327,19 @@ class RunSummary:
     mfu: float
     hfu: float
     goodput: float
-    """share of the time since start-up that went into training steps that were kept"""
+    """fraction of the time since start-up in training steps that count"""
     eval_loss: float | None
     time: dict[str, float]
-    """what goodput is made of (faults/goodput.py)"""
+    """seconds by cause (faults/goodput.py)"""
     checkpoint: str | None = None
     """the last checkpoint"""
     experts: dict[str, Any] | None = None
-    """how evenly experts were used in the last step, and `dropped_in_run`; none where the model has no experts"""
+    """load balance of the last step, and `dropped_in_run`; None for a model without experts"""
 
     stopped: int | None = None
-    """the step after which it stopped because it was asked to (SIGTERM); none where it came to its end"""
+    """the step after which SIGTERM stopped it; None for a complete run"""
 
     def log_fields(self) -> dict[str, Any]:
-        """For the log and `--json`: of experts only where there are some, of a stop only where there was one."""
-        rare = ("experts", "stopped")
-        return {name: value for name, value in asdict(self).items() if name not in rare or value is not None}
+        """Return the fields of the log record and of `--json`; `experts` and `stopped` only if they apply."""
+        optional = ("experts", "stopped")
+        return {name: value for name, value in asdict(self).items() if name not in optional or value is not None}

@@ -1,4 +1,4 @@
-"""A run that leaves the choice of its layout to the planner, or to a file that the planner wrote."""
+"""`train --plan`: the layout of a run from the planner, or from a file that the planner wrote."""
 
 from __future__ import annotations
 
@@ -26,44 +26,44 @@ from echelon.planning.search.layout_search import least_memory_plan, search_plan
 AUTO = "auto"
 MIB = 1 << 20
 PLANNED_KEYS = ("optimizer.", "clip", "compress", "memory.partition", "memory.arena", "memory.buffer", "memory.host")
-"""settings that `plan` asks too; updates in backward ask for no clipping"""
+"""settings that `plan --set` takes too; updates in backward require clip=0"""
 PRECISION_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp32"}
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 4}
-"""of an element, as planning counts: float64 is not priced"""
+"""bytes per element in the planner, which does not price float64"""
 
 
 def with_planned_layout(config: Config, plan: str, procs: int | None) -> tuple[Config, str]:
-    """(the configuration in the layout that was chosen, a line that says where it comes from).
+    """Return the configuration with the planned layout, and a line that names its source.
 
-    A file's plan may have its products in 8 bits, and then the run has.
+    Where a file's plan has FP8 GEMMs, the run has them too.
     """
     if config.layout:
-        rule = f"leaves nothing to choose beside layout={config.layout}"
-        raise ValidationError([ValidationIssue(key="plan", value=plan, message=rule, hint="give one of them")])
+        message = f"is incompatible with layout={config.layout}"
+        raise ValidationError([ValidationIssue(key="plan", value=plan, message=message, hint="give one of them")])
     if plan == AUTO:
         best = best_plan(config, procs)
-        words = f"planned: {best.layout}, {best.seconds:.3g} s a step predicted"
-        return replace(config, layout=str(best.layout)), words
+        line = f"planned: {best.layout}, {best.seconds:.3g} s a step predicted"
+        return replace(config, layout=str(best.layout)), line
     layout, precision = _from_file(Path(plan))
     if precision != "fp8" or config.precision.compute != "same":
         return replace(config, layout=layout), f"layout from {plan}"
-    narrow = replace(config, layout=layout, dtype="bfloat16", precision=replace(config.precision, compute="fp8"))
-    return narrow, f"layout and products in 8 bits from {plan}"
+    fp8 = replace(config, layout=layout, dtype="bfloat16", precision=replace(config.precision, compute="fp8"))
+    return fp8, f"layout and FP8 GEMMs from {plan}"
 
 
 def planner_precision(config: Config) -> str:
-    """Of the products, as planning calls it; scales for each row or for each tensor are not told apart."""
+    """Return the planner's name for the GEMM precision; it does not distinguish row-wise from tensor-wise scales."""
     return PRECISION_NAMES[config.dtype] if config.precision.compute == "same" else "fp8"
 
 
 def reduce_bytes(config: Config) -> int:
-    """Of an element of a gradient where it adds up and is reduced."""
+    """Return the bytes per gradient element in accumulation and reduction."""
     asked = config.precision.reduce
     return DTYPE_BYTES[{"master": "float32", "same": config.dtype}.get(asked, asked)]
 
 
 def master_bytes(config: Config) -> int:
-    """Of an element of what the optimizer updates."""
+    """Return the bytes per element of the master weights."""
     return 2 if config.precision.master == "none" else 4
 
 
@@ -72,7 +72,7 @@ def planner_program(config: Config) -> str:
 
 
 def memory_options_of(config: Config) -> MemoryOptions:
-    """What the run does to need less memory, as planning calls it."""
+    """Translate the configuration into the planner's memory options."""
     memory = config.memory
     return MemoryOptions(
         compress=config.compress,
@@ -84,19 +84,19 @@ def memory_options_of(config: Config) -> MemoryOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
-    """What `plan --set` says, as `train --set` has it."""
+    """The settings of `plan --set`, which are those of `train --set`."""
 
     rule: OptimizerConfig | None
-    """none where nothing is said of it"""
+    """None without optimizer settings"""
     memory_options: MemoryOptions
     host: float | None
 
 
 def parse_plan_settings(settings: Sequence[str], layout: str = "") -> PlanSettings:
-    """Where no `layout` is given many are tried, and a key may do something in some of them."""
+    """Parse `plan --set`. Without a `layout` the planner tries many, and a key may have an effect in some of them."""
     other = [text for text in settings if not text.partition("=")[0].startswith(PLANNED_KEYS)]
     if other:
-        rule = "changes nothing that `plan` asks by --set"
+        rule = "is not a setting of `plan --set`"
         legal = "optimizer.*, clip, compress, memory.* but for memory.disk"
         raise ValidationError([ValidationIssue(key="set", value=text, message=rule, legal=legal) for text in other])
     config = Config.from_settings(settings, layout)
@@ -106,15 +106,15 @@ def parse_plan_settings(settings: Sequence[str], layout: str = "") -> PlanSettin
 
 
 def settings_with_effect(settings: Sequence[str], layout: str) -> list[str]:
-    """Those that do something in a layout: `train` refuses the others there."""
+    """Return the settings that have an effect in a layout: `train` refuses the others."""
     idle_here = keys_without_effect(replace(Config(), layout=layout))
     return [text for text in settings if text.partition("=")[0] not in idle_here]
 
 
 def best_plan(config: Config, procs: int | None) -> Plan:
-    """The best runnable plan on this machine, or on the ranks that a launcher started."""
+    """Return the best runnable plan on this machine, or on the ranks that a launcher started."""
     if user_model.is_user_model(config.model):
-        rule = "plans named models; a module of your own is planned by `echelon plan file.py:factory`"
+        rule = "plans named models only; plan a custom model with `echelon plan file.py:factory`"
         raise ValidationError([ValidationIssue(key="plan", value=AUTO, message=rule, hint="set layout")])
     world = int(os.environ.get("WORLD_SIZE", procs or 0)) or None
     wish = plan_request_of(config, world)
@@ -127,7 +127,7 @@ def best_plan(config: Config, procs: int | None) -> Plan:
 
 
 def plan_request_of(config: Config, ranks: int | None) -> PlanRequest:
-    """A run as a question to the planner: the best layout on so many ranks, or one for each device of this machine."""
+    """Return the planner's request for this run on `ranks` ranks, or on one rank per device of this machine."""
     shape = config.override_model(model_config.find_model(config.model))
     return PlanRequest(
         shape=config_shape(shape),
@@ -145,7 +145,7 @@ def plan_request_of(config: Config, ranks: int | None) -> PlanRequest:
 
 
 def _cluster_of_ranks(ranks: int | None) -> Cluster:
-    """This machine with as many ranks as there are, or as a launcher started on how many machines."""
+    """Return a cluster of machines like this one, with the ranks that a launcher started."""
     cluster = local_cluster()
     device = cluster.device
     world = ranks or cluster.devices
@@ -154,7 +154,7 @@ def _cluster_of_ranks(ranks: int | None) -> Cluster:
 
 
 def _from_file(path: Path) -> tuple[str, str]:
-    """(layout, precision) of the first plan of what `echelon plan --json` printed."""
+    """Read (layout, precision) of the best plan in the output of `echelon plan --json`."""
     try:
         first = json.loads(path.read_text(encoding="utf-8"))["plans"][0]
         return str(first["layout"]), str(first.get("precision", ""))

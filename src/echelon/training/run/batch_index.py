@@ -3,8 +3,8 @@
     batches    1  2  3  4  5  6  7 ...        batch 4 is skipped
     steps      1  2  3     4  5  6 ...
 
-The order of the data stays a pure function of the seed, and what a run has to remember is one short list. Learning rate
-and dropout are functions of the step, so a run that goes back and skips a batch is the run that never saw it.
+The order of the data stays a pure function of the seed, and a run saves only one short list. Learning rate and dropout
+are functions of the step, so a run that rolls back and skips a batch equals the run that never saw it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from collections.abc import Iterable
 
 
 class BatchIndex:
+    """Maps steps to batches; both count from 1."""
+
     def __init__(self, skipped: Iterable[int] = ()):
         self.skipped = tuple(sorted(set(skipped)))
-        """their numbers, counted from 1 as steps are"""
+        """numbers of the skipped batches, sorted"""
 
     def batch_of_step(self, step: int) -> int:
-        """The number of a step's batch; both count from 1."""
+        """Return the number of a step's batch."""
         number = step
         for skipped in self.skipped:
             number += skipped <= number
@@ -28,13 +30,14 @@ class BatchIndex:
         self.skipped = tuple(sorted({*self.skipped, *batch_numbers}))
 
     def restore(self, skipped_before: Iterable[int], completed_steps: int) -> None:
-        """A run goes on after so many steps, which a checkpoint says skipped these; more may be asked for by now."""
-        before = BatchIndex(skipped_before)
-        seen = before.batch_of_step(completed_steps) if completed_steps else 0
-        late = [number for number in self.skipped if number <= seen and number not in before.skipped]
+        """Resume after `completed_steps`, which skipped `skipped_before`; the configuration may skip more by now."""
+        saved = BatchIndex(skipped_before)
+        seen = saved.batch_of_step(completed_steps) if completed_steps else 0
+        late = [number for number in self.skipped if number <= seen and number not in saved.skipped]
         if late:
             raise ValueError(
-                f"a batch that was trained on cannot be skipped (data.skip_batches: {', '.join(map(str, late))}; after "
-                f"step {completed_steps} the next batch is {before.batch_of_step(completed_steps + 1)}); go on from an earlier checkpoint"
+                f"a batch that was trained on cannot be skipped (data.skip_batches: {', '.join(map(str, late))}; "
+                f"step {completed_steps} the next batch is {saved.batch_of_step(completed_steps + 1)}); "
+                "resume from an earlier checkpoint"
             )
-        self.skip(before.skipped)
+        self.skip(saved.skipped)

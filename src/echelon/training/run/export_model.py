@@ -1,4 +1,4 @@
-"""The model that a run has trained, for `echelon export`."""
+"""The trained model of a run or checkpoint, for `echelon export`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from echelon.training.task import configured_model
 
 
 def is_run_or_checkpoint(source: str) -> bool:
-    """Whether a text is the directory of a run, or of a checkpoint."""
+    """Return whether a path is the directory of a run or of a checkpoint."""
     return (Path(source) / INDEX_FILE).is_file() or (parse_resume_path(source)[0] / "config.toml").is_file()
 
 
 def load_trained_model(source: str, *, ema: bool = False) -> NativeModel:
-    """From the newest checkpoint of a run, or from the one that is given; its averaged weights, if asked for."""
+    """Load the model from a run's newest checkpoint, or from a given checkpoint; with `ema` its averaged weights."""
     path, step = Path(source), None
     if match := STEP_DIR_PATTERN.fullmatch(path.name):
         address, step = str(path.parent), int(match[1])
@@ -35,10 +35,10 @@ def load_trained_model(source: str, *, ema: bool = False) -> NativeModel:
     index.check_complete()
     config = Config.from_toml(str(index.metadata["config"]))
     if user_model.is_user_model(config.model):
-        raise ValueError(f"a module of your own has no form that Hugging Face knows (model={config.model})")
+        raise ValueError(f"Hugging Face has no architecture for a custom model (model={config.model})")
     weights = "average." if ema else "model."
     tensors = full_tensors(storage, step, index, {weights: "", "buffer.": ""})
     if ema and not any(name.startswith(weights) for name in index.tensors):
-        raise CheckpointError(f"the run keeps no average of its weights ({address}); train with optimizer.ema")
-    kind = read_model_dir(Path(config.model)).model_type if is_model_dir(config.model) else ""
-    return SavedModel(config=configured_model(config), model_type=kind), tensors
+        raise CheckpointError(f"the run has no averaged weights ({address}); train with optimizer.ema")
+    model_type = read_model_dir(Path(config.model)).model_type if is_model_dir(config.model) else ""
+    return SavedModel(config=configured_model(config), model_type=model_type), tensors

@@ -1,4 +1,4 @@
-"""What the planner says of a run before it begins, so that its end can say how far off that was."""
+"""The planner's prediction for a run, made at its start and compared with the measured step at its end."""
 
 from __future__ import annotations
 
@@ -32,35 +32,25 @@ from echelon.training.run.auto_layout import (
 )
 
 STATE_CATEGORIES = ("parameters", "master", "gradients", "optimizer", "versions", "beyond the host")
-"""categories of memory that do not come and go"""
+"""memory categories that are allocated for the entire run"""
 
 
 def predict_run(
     config: Config, layout: Layout, shape: ModelConfig | None, world: World, *, threads: int
 ) -> dict[str, Any]:
-    """`step_s` and `memory_bytes` of the fullest rank, or the `reason` why there are none. Never raises."""
+    """Predict `step_s` and `memory_bytes` of the fullest rank, or give the `reason` for none. Never raises."""
     if shape is None:
-        return {"reason": "a module of your own is trained as it is, and not priced"}
+        return {"reason": "the planner does not price a custom model"}
     if config.dtype not in PRECISION_NAMES or config.dtype == "float64":
-        return {"reason": f"products in {config.dtype} are not priced"}
+        return {"reason": f"the planner does not price {config.dtype} GEMMs"}
     try:
         plan = price(place_ranks(scenario_of(config, layout, shape, _this_machine(world, threads))))
-    except Exception as error:  # whatever the planner does not know, the run goes on
+    except Exception as error:  # a prediction must not end a run
         return {"reason": f"the planner gave up ({error})"}
-    # What a GPU's allocator counts has no context in it; what a process holds has.
+    # The measured peak of a GPU counts tensors only; that of a CPU process includes the reserve.
     reserve = plan.memory.parts.get("reserve", 0) if world.device.type == "cuda" else 0
     kind = plan.scenario.cluster.device.name
     return {"step_s": plan.seconds, "memory_bytes": plan.memory.total - reserve, "device": kind}
-
-
-def transient_bytes(config: Config, layout: Layout, shape: ModelConfig | None, world: World) -> int:
-    """On a GPU, what comes and goes in a step beside states and gradients; 0 where it is not known, or not asked."""
-    if shape is None or layout.offload == "none" or world.device.type != "cuda" or config.dtype not in PRECISION_NAMES:
-        return 0
-    try:
-        return scenario_transient_bytes(scenario_of(config, layout, shape, _this_machine(world, 1)))
-    except Exception:  # whatever the planner does not know
-        return 0
 
 
 def choose_rank_order(config: Config, layout: Layout, shape: ModelConfig | None, world: World) -> tuple[str, str]:
@@ -78,12 +68,22 @@ def choose_rank_order(config: Config, layout: Layout, shape: ModelConfig | None,
     return order[0]
 
 
+def transient_bytes(config: Config, layout: Layout, shape: ModelConfig | None, world: World) -> int:
+    """Predict the device memory of a step besides states and gradients, for offload; 0 if unknown or unused."""
+    if shape is None or layout.offload == "none" or world.device.type != "cuda" or config.dtype not in PRECISION_NAMES:
+        return 0
+    try:
+        return scenario_transient_bytes(scenario_of(config, layout, shape, _this_machine(world, 1)))
+    except Exception:  # an estimate must not end a run
+        return 0
+
+
 def scenario_transient_bytes(case: Scenario) -> int:
     return sum(size for name, size in stage_memory(case, 0).parts.items() if name not in STATE_CATEGORIES)
 
 
 def scenario_of(config: Config, layout: Layout, shape: ModelConfig, cluster: Cluster) -> Scenario:
-    """A run as a question to the planner."""
+    """Return the planner's scenario of this run."""
     return Scenario(
         shape=config_shape(shape),
         cluster=cluster,
@@ -101,7 +101,7 @@ def scenario_of(config: Config, layout: Layout, shape: ModelConfig, cluster: Clu
 
 
 def _this_machine(world: World, threads: int) -> Cluster:
-    """This machine as `--cluster here` describes it, with the ranks that there are; one on several cores is faster."""
+    """Return `--cluster here` with the ranks of this run; a CPU rank has the speed of all its threads."""
     cluster = local_cluster()
     device = cluster.device
     if world.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""`train --resume RUN`: the configuration of a run that goes on. No torch."""
+"""`train --resume RUN`: the configuration of a resumed run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from echelon.layout import ValidationError, ValidationIssue
 from echelon.training.run.run_dir import Run, RunError
 
 CHECKPOINTS_DIR = "checkpoints"
-"""in a run's directory"""
+"""directory of checkpoints inside a run's directory"""
 FIXED_KEYS = ("model", "data.", "seq_len", "batch", "seed", "tied", "gate")
-"""keys that say which numbers the state is, and which samples come next"""
+"""keys that define the parameters and the order of the samples"""
 STATE_KEYS = ("optimizer.name", "optimizer.states")
-"""keys that say which states there are"""
+"""keys that define the optimizer states"""
 GROWING_KEYS = ("data.skip_batches",)
-"""may grow by batches that are yet to come (batches.py)"""
+"""keys that may grow by batches of later steps (batch_index.py)"""
 
 
 def resumed_config(run: Path, settings: Sequence[str], *, world: int | None = None) -> Config:
-    """As the run has it, with settings over it: another layout, more steps."""
+    """Return the run's saved configuration with settings over it, such as another layout or more steps."""
     old = schema.effective_values(Run.open(run).config)
-    # With other states, settings of the run's own would be refused first, which nobody has given.
+    # With another optimizer, Config.load would refuse saved settings that the user never gave.
     given = {name: text for name, _, text in (setting.partition("=") for setting in settings)}
     _refuse_changes(old, {name: given[name].strip("\"'") for name in STATE_KEYS if name in given})
     config = Config.load(run / "config.toml", settings, world=world, written_by_run=True)
@@ -35,12 +35,12 @@ def resumed_config(run: Path, settings: Sequence[str], *, world: int | None = No
 
 
 def _refuse_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    """What cannot be other than it was."""
+    """Raise ValidationError for keys that a resumed run cannot change."""
     faults = [
         ValidationIssue(
             key=name,
             value=schema.format_toml(value),
-            message="cannot change while a run goes on",
+            message="cannot change when a run resumes",
             legal=f"{schema.format_toml(old[name])}, or a new run",
         )
         for name, value in new.items()
@@ -51,7 +51,7 @@ def _refuse_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
 
 
 def parse_resume_path(resume: str | Path) -> tuple[Path, int | None]:
-    """A run's directory, and a step where one of its checkpoints is named."""
+    """Split a path into the run's directory and, if it names a checkpoint, its step."""
     path = Path(resume)
     match = STEP_DIR_PATTERN.fullmatch(path.name)
     if match and path.parent.name == CHECKPOINTS_DIR:
@@ -60,24 +60,24 @@ def parse_resume_path(resume: str | Path) -> tuple[Path, int | None]:
 
 
 def refuse_if_running(run: Run) -> None:
-    """Two processes that train in one directory would mix their logs, and remove each other's checkpoints.
+    """Lock the run, or raise RunError: two processes in one directory would mix their logs and delete checkpoints.
 
-    The claim of a machine that is gone may last on a disk that others share. Its log does not grow: no step takes
-    longer than the time-out.
+    The lock of a machine that has failed may persist on a shared disk. Its log does not grow: no step takes longer than
+    the time-out.
     """
     if not run.lock() and run.seconds_since_log < run.config.timeout:
         run.close()
         raise RunError(
-            f"another process is training in the run's directory ({run.path}; its log grew {run.seconds_since_log:.0f} s ago); "
-            "wait until it is through, or end it"
+            f"another process is training in the run's directory ({run.path}; "
+            f"its log grew {run.seconds_since_log:.0f} s ago); wait until it has finished, or end it"
         )
 
 
 def refuse_if_checkpoints_missing(run: Run, address: str) -> None:
-    """A run that has written checkpoints must not start anew because their disk is not there."""
+    """Refuse to restart from step 0 a run whose checkpoints have disappeared, for instance with their disk."""
     written = [str(record["path"]) for record in run.records("checkpoint")]
     if written:
         raise ValueError(
-            f"the run has written checkpoints (the last: {written[-1]}), and none is there now ({address}); mount "
-            "their disk, or say where they are (--set checkpoint.path=...). To train from the start, start a new run"
+            f"the run has written checkpoints (the last: {written[-1]}), and none exists now ({address}); mount "
+            "their disk, or set their path (--set checkpoint.path=...). To train from the start, start a new run"
         )

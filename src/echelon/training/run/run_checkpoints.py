@@ -1,4 +1,4 @@
-"""A run's checkpoints, as the loop sees them: when one is due, what became of the last, where a resumed run goes on."""
+"""A run's checkpoints, as the loop uses them: when one is due, which was written last, which one is restored."""
 
 from __future__ import annotations
 
@@ -14,94 +14,91 @@ from echelon.config.run_config import Config
 from echelon.training.engine import Engine
 from echelon.training.engine_state import EngineCheckpointer
 from echelon.training.run.resume import CHECKPOINTS_DIR
-
-LogRecord = Callable[[str, dict[str, Any]], None]
-"""takes a kind of record, and what is in it"""
+from echelon.training.run.run_dir import Run
 
 
 class RunCheckpoints:
-    """Nothing at all where none are written and none is read."""
+    """Saves and restores the checkpoints of a run; does nothing where none is written and none is read."""
 
     def __init__(
         self,
         config: Config,
         engine: Engine,
-        run: Path | None,
+        run: Run | None,
         *,
         resuming: bool,
-        log: LogRecord,
         extra_facts: Callable[[int], Mapping[str, Any]] = lambda step: {},
     ):
-        """`run` is the directory, on the first rank; `more` gives facts of a step that a checkpoint is to hold."""
-        self._config, self._engine, self._log, self._extra_facts = config, engine, log, extra_facts
+        """`run` is open on rank 0 only; `extra_facts` returns what the checkpoint of a step holds besides its state."""
+        self._config, self._engine, self._run, self._extra_facts = config, engine, run, extra_facts
         self._checkpointer: EngineCheckpointer | None = None
         self._logged_address: str | None = None
         self._blocked_s = 0.0
         self._last_saved_step = 0
-        self.address = config.checkpoint.path or str((run or Path()) / CHECKPOINTS_DIR)
+        self.address = config.checkpoint.path or str((run.path if run is not None else Path()) / CHECKPOINTS_DIR)
         if config.checkpoint.every or config.checkpoint.path or resuming:
             self._checkpointer = self._open_checkpointer()
         if config.checkpoint.path and not resuming:
             self._refuse_foreign_checkpoints(config.checkpoint.path)
 
     def restore(self, step: int | None) -> LoadResult | None:
-        """From the newest checkpoint, or that of a step; none where there is none yet: the run starts anew."""
+        """Load the newest checkpoint, or that of a step; return None where none exists yet."""
         assert self._checkpointer is not None
         steps = self._checkpointer.steps()
         if step is None and not steps:
             return None
         if step is not None and step not in steps:
-            there = ", ".join(map(str, steps)) or "none"
-            raise ValueError(f"there is no checkpoint of that step (step {step}; there are: {there})")
+            existing = ", ".join(map(str, steps)) or "none"
+            raise ValueError(f"no checkpoint of that step exists (step {step}; existing: {existing})")
         loaded = self._checkpointer.load(steps[-1] if step is None else step)
         if step is not None:
             self._checkpointer.set_aside(step)
         return loaded
 
     def roll_back(self, before_step: int) -> LoadResult:
-        """To the newest checkpoint of a step before one; what is later is set aside."""
+        """Load the newest checkpoint before a step, and set later ones aside."""
         assert self._checkpointer is not None
         self._checkpointer.wait()
         steps = [step for step in self._checkpointer.steps() if step < before_step]
         if not steps:
-            raise ValueError(f"there is no checkpoint to go back to (of a step before {before_step})")
+            raise ValueError(f"no checkpoint to roll back to exists (before step {before_step})")
         loaded = self._checkpointer.load(steps[-1])
         self._checkpointer.set_aside(steps[-1])
         return loaded
 
     def save_now(self, step: int) -> None:
-        """Saves, and waits until the checkpoint exists."""
+        """Save, and wait until the checkpoint exists."""
         assert self._checkpointer is not None
         self._save(self._checkpointer, step)
         self._checkpointer.wait()
 
     def is_due(self, step: int, *, last: bool) -> bool:
-        """One is written after this step."""
+        """Return whether a checkpoint is written after this step."""
         every = self._config.checkpoint.every
         return bool(every) and (step % every == 0 or last)
 
     def after_step(self, step: int, *, last: bool) -> None:
-        """After a step: raises what went wrong in the background, and saves where it is time to."""
+        """Raise errors of background saves, and save if it is due."""
         if self._checkpointer is None or not self._config.checkpoint.every:
             return
         self._checkpointer.check()
-        self._report()
+        self._log_finished_save()
         if self.is_due(step, last=last):
             self._save(self._checkpointer, step)
 
     def save_at_stop(self, step: int) -> None:
-        """The run stops after this step, before its end: it is saved, also where no save was asked for."""
+        """Save a run that stops before its end, even with checkpoint.every=0."""
         if self._checkpointer is None:
             self._checkpointer = self._open_checkpointer()
         if self._last_saved_step != step:
             self._save(self._checkpointer, step)
 
     def finish(self) -> str | None:
-        """Until the last save is through; gives its address."""
+        """Wait for the last save; return its address."""
         if self._checkpointer is None:
             return None
         self._checkpointer.wait()
-        self._report()
+        self._log_finished_save()
         return self._checkpointer.last_address
 
     def close(self) -> None:
@@ -109,32 +106,35 @@ class RunCheckpoints:
             self._checkpointer.close()
 
     def _refuse_foreign_checkpoints(self, path: str) -> None:
-        """A new run among the checkpoints of another would remove those, or go on from them when it is resumed."""
+        """Refuse a path with checkpoints of another run: this run would delete them, or resume from them."""
         assert self._checkpointer is not None
         if steps := self._checkpointer.steps():
             raise ValueError(
-                f"checkpoint.path={path} has checkpoints of another run (steps {abbreviate([*map(str, steps)])}); go on with "
-                "that run (--resume RUN), or set a path of this run's own"
+                f"checkpoint.path={path} has checkpoints of another run (steps {abbreviate([*map(str, steps)])}); "
+                "resume that run (--resume RUN), or set another path"
             )
 
     def _open_checkpointer(self) -> EngineCheckpointer:
         keep = RetentionPolicy(last=self._config.checkpoint.keep, every=self._config.checkpoint.keep_every)
         return EngineCheckpointer(self._engine, self.address, keep=keep)
 
-    def _save(self, saving: EngineCheckpointer, step: int) -> None:
-        begun = time.perf_counter()
+    def _save(self, checkpointer: EngineCheckpointer, step: int) -> None:
+        start = time.perf_counter()
         with self._engine.recorder.phase_scope("save"):
-            saving.wait()
-            self._report()
-            saving.save(self._facts(step))
-        self._blocked_s, self._last_saved_step = time.perf_counter() - begun, step
+            checkpointer.wait()
+            self._log_finished_save()
+            checkpointer.save(self._facts(step))
+        self._blocked_s, self._last_saved_step = time.perf_counter() - start, step
 
-    def _report(self) -> None:
+    def _log_finished_save(self) -> None:
         assert self._checkpointer is not None
-        if self._checkpointer.last_address is not None and self._checkpointer.last_address != self._logged_address:
-            self._logged_address = self._checkpointer.last_address
-            facts = {"path": self._logged_address, "hash": self._checkpointer.hash}
-            self._log("checkpoint", {**facts, "bytes": self._checkpointer.nbytes, "blocked_s": self._blocked_s})
+        address = self._checkpointer.last_address
+        if address is None or address == self._logged_address:
+            return
+        self._logged_address = address
+        if self._run is not None:
+            saved = {"path": address, "hash": self._checkpointer.hash, "bytes": self._checkpointer.nbytes}
+            self._run.log("checkpoint", **saved, blocked_s=self._blocked_s)
 
     def _facts(self, step: int) -> dict[str, Any]:
         config = self._config

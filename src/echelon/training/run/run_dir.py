@@ -1,12 +1,12 @@
-"""A run's directory: what was asked, what was decided, what happened.
+"""A run's directory: its configuration, plan, log and results.
 
 runs/gpt-tiny-20250131-120000/
   config.toml    every key that has an effect: `echelon train config.toml` repeats the run
-  plan.json      the layout, every derived number, and what the planner predicted
-  log.jsonl      one JSON object per line, in the order things happened (`echelon draw RUN` shows the loads of experts)
-  measured.json  at the end: what a step took, beside what was predicted (`echelon plan --correct RUN`)
-  checkpoints/   with checkpoint.every: `echelon train --resume RUN` goes on from there
-  profile.json   of a pipeline that was split by it: what each layer takes
+  plan.json      the layout, every resolved setting, and the prediction of the planner
+  log.jsonl      one JSON object per line, in order of time (`echelon draw RUN` shows expert loads)
+  measured.json  at the end: measured and predicted step time (`echelon plan --correct RUN`)
+  checkpoints/   with checkpoint.every: `echelon train --resume RUN` restores the newest
+  profile.json   of a pipeline that was partitioned by it: the time of each layer
   timeline.json  of a pipeline: the actions of the last step, planned and measured (`echelon draw RUN`)
 """
 
@@ -28,7 +28,7 @@ from echelon.config.run_config import Config
 
 
 class RunError(ValueError):
-    """A run's directory cannot be made, written or read."""
+    """A run's directory cannot be created, written or read."""
 
 
 @dataclass(kw_only=True)
@@ -49,7 +49,7 @@ class Run:
 
     @classmethod
     def create(cls, config: Config, plan: Mapping[str, Any]) -> Self:
-        """A new directory. One that is in use is left alone: the new one gets the suffix -2, -3, …"""
+        """Create a new directory; if the name is taken, with the suffix -2, -3, …"""
         wanted = default_run_path(config)
         for number in itertools.count(1):
             path = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
@@ -57,7 +57,7 @@ class Run:
                 path.mkdir(parents=True, exist_ok=True)
                 if any(path.iterdir()):
                     continue
-                # Creating the file, and failing if it is there, claims the directory when two runs start at once.
+                # Exclusive creation of the file claims the directory when two runs start at once.
                 with open(path / "config.toml", "x", encoding="utf-8") as file:
                     file.write(config.to_toml())
             except FileExistsError as error:
@@ -74,7 +74,7 @@ class Run:
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """An existing run, to read it or to log more."""
+        """Open an existing run, to read it or to append to its log."""
         path = Path(path)
         missing = [name for name in ("config.toml", "plan.json", "log.jsonl") if not (path / name).is_file()]
         if missing:
@@ -84,7 +84,7 @@ class Run:
         return cls(path=path)
 
     def lock(self) -> bool:
-        """For this process alone, until it closes the run or ends in any way; False where another process has it."""
+        """Lock the run until this process closes it or ends; return False where another process holds the lock."""
         self._lock_file = open(self.path / "config.toml", "rb")  # noqa: SIM115 (close() does)
         try:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -96,7 +96,7 @@ class Run:
 
     @property
     def seconds_since_log(self) -> float:
-        """Seconds since something was logged."""
+        """Seconds since the last log record."""
         return time.time() - (self.path / "log.jsonl").stat().st_mtime
 
     @property
@@ -120,7 +120,7 @@ class Run:
             raise _write_error(self.path / "log.jsonl", error) from error
 
     def records(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
-        """The log's lines, of one kind or all. A torn last line (a crash, or a run that is writing now) is left out."""
+        """Yield the log records of one kind, or all; skip a torn last line (a crash, or a write in progress)."""
         with open(self.path / "log.jsonl", encoding="utf-8", errors="replace") as file:
             for number, line in enumerate(file, start=1):
                 if not line.endswith("\n"):
@@ -160,16 +160,15 @@ class Run:
             raise _write_error(self.path / name, error) from error
 
     def _abandon_log(self) -> None:
-        # Closing flushes again what did not fit the first time; that second failure says nothing new.
+        # Closing flushes the buffer again, and fails for the same reason.
         with contextlib.suppress(OSError):
             self._close_log()
 
 
 def _open_to_append(path: Path) -> IO[str]:
-    """Opens the log at its end, after removing the half line that a crash may have left there."""
+    """Open the log at its end, without the incomplete line that a crash may have left."""
     with open(path, "r+b") as file:
-        whole = _end_of_last_line(file)
-        file.truncate(whole)
+        file.truncate(_end_of_last_line(file))
     # Half of a surrogate pair cannot be written as UTF-8, but its escape is JSON.
     return open(path, "a", encoding="utf-8", errors="backslashreplace")
 
@@ -187,7 +186,7 @@ def _end_of_last_line(file: IO[bytes], chunk: int = 1 << 16) -> int:
 
 
 def _json_safe(value: Any) -> Any:
-    """`value` with the floats that JSON lacks written as texts."""
+    """Return `value` with floats that JSON lacks as strings."""
     if isinstance(value, int | str):
         return value  # most of a long list
     if isinstance(value, float) and not math.isfinite(value):
@@ -200,15 +199,15 @@ def _json_safe(value: Any) -> Any:
 
 
 def default_run_path(config: Config) -> Path:
-    """Where a new run would be made now, if nothing were there."""
+    """Return the directory of a run that starts now, before suffixes."""
     return Path(config.run or f"runs/{_file_name(config.model)}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
 def _file_name(model: str) -> str:
-    """A model's name as part of a folder's name."""
+    """Return a model's name as part of a directory name."""
     return "".join(letter if letter.isalnum() or letter in "-._" else "-" for letter in Path(model).name)
 
 
 def _write_error(path: Path, error: OSError) -> RunError:
     reason = (error.strerror or str(error)).lower()
-    return RunError(f"cannot write the run ({path}: {reason}); make room there or set run to another folder")
+    return RunError(f"cannot write the run ({path}: {reason}); free disk space, or set run to another folder")
