@@ -39,7 +39,7 @@ def test_one_process_needs_no_process_group():
     assert model.seen == [(torch.float32, torch.int64, 2)] * 2
 
 
-def test_only_floating_inputs_take_the_compute_type():
+def test_only_floating_inputs_take_the_compute_dtype():
     model = Mean()
     Engine(model, options=ParallelOptions(compute_dtype=torch.bfloat16)).step(rows(2))
     assert model.seen == [(torch.bfloat16, torch.int64, 2)]
@@ -49,10 +49,10 @@ def test_only_floating_inputs_take_the_compute_type():
     ("layout", "message"),
     [
         ("dp=2", "does not fill the world"),
-        ("offload=activations,recompute=budget:1GiB", "sends away"),
+        ("offload=activations,recompute=budget:1GiB", "offloads the activations"),
     ],
 )
-def test_what_cannot_be_run_is_refused(layout, message):
+def test_incompatible_options_are_refused(layout, message):
     with pytest.raises(ValueError, match=message):
         Engine(Mean(), Layout.parse(layout))
 
@@ -77,8 +77,8 @@ def miscounted(layout):
 def test_a_step_has_as_many_microbatches_as_the_layout(pool):
     for layout in ("dp=1", "pp=2,schedule=2bw", "pp=2"):
         for found in pool.run(miscounted, Layout.parse(layout).world, f"{layout},accumulate=2", timeout=30.0):
-            assert found[0].startswith("a step has accumulate=2 microbatches on every rank (1 given); give so many")
-            assert "(more are given)" in found[1]
+            assert found[0].startswith("expected accumulate=2 microbatches per step and rank, got 1; give as many")
+            assert "got more;" in found[1]
             assert found[2] == 36
 
 
@@ -97,7 +97,7 @@ def rows_of(layout, batch):
     return [list(part) for part in engine.row_ranges(batch)]
 
 
-def test_every_row_is_some_ranks_exactly_once(pool):
+def test_every_row_belongs_to_one_rank(pool):
     found = pool.run(rows_of, 4, "dp=2,tp=2,accumulate=3", 12)
     assert found[0] == [[0, 1], [4, 5], [8, 9]]
     assert found[0] == found[1], "tp ranks work on the same rows"

@@ -83,7 +83,7 @@ def test_every_layout_logs_the_losses_of_one_process(pool, config, name):
     assert len(texts) == 1
 
 
-def test_the_log_has_a_line_for_everything(pool, config):
+def test_the_log_has_a_record_of_every_event(pool, config):
     run, summary = trained(pool, config, "dp=2")
     lines = [json.loads(line) for line in (run.path / "log.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["kind"] == "step"]
@@ -146,7 +146,7 @@ def train_slow_to_drain(config, seconds):
         Engine.drain = drain
 
 
-def test_an_asynchronous_run_logs_in_order_and_counts_its_end(pool, config):
+def test_an_asynchronous_run_logs_in_order_and_counts_its_drain(pool, config):
     """Steps are told one later, so that nobody waits; an evaluation waits for everybody anyway."""
     layout = {"layout": "pp=2,schedule=2bw,accumulate=2", "tied": False}
     config = dataclasses.replace(config, **layout, sample=SampleConfig(tokens=0), eval=EvalConfig(every=1, batches=1))

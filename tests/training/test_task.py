@@ -38,7 +38,7 @@ def on_a_rank(path, layout, step):
     return indices(engine, batches), [batch.inputs["tokens"] for batch in batches]
 
 
-def test_ranks_divide_the_samples_of_a_step_between_them(tokens, pool):
+def test_ranks_shard_the_samples_of_a_step(tokens, pool):
     path = str(data.prepare_token_file(tokens, task.TOKEN_CACHE_DIR, tokenizer=data.load_tokenizer("bytes")))
     ((one, _),) = pool.run(on_a_rank, 1, path, "dp=1,microbatch=12", 3)
     assert one == list(range(36, 48)), "samples are numbered over the whole run"
@@ -52,7 +52,7 @@ def test_ranks_divide_the_samples_of_a_step_between_them(tokens, pool):
         assert np.array_equal(dataset.batch(np.array(samples))["tokens"], torch.cat(inputs).numpy())
 
 
-def test_evaluation_covers_what_was_held_back_and_no_more(tokens):
+def test_evaluation_covers_the_held_out_data_only(tokens):
     config = Config(
         data=DataConfig(path=(tokens,), eval_fraction=0.1), seq_len=16, batch=4, eval=EvalConfig(every=1, batches=50)
     )
@@ -63,7 +63,7 @@ def test_evaluation_covers_what_was_held_back_and_no_more(tokens):
     assert len(list(made(Config(data=config.data, seq_len=16, batch=4)).eval_microbatches(engine))) == 4
 
 
-def test_masked_documents_travel_with_the_batch(tokens):
+def test_document_masks_are_part_of_the_batch(tokens):
     config = Config(data=DataConfig(path=(tokens,), mask_documents=True), seq_len=16, batch=2)
     (batch,) = made(config).microbatches(engine_of(tiny(), "dp=1,microbatch=2"), 0)
     assert batch.inputs.keys() == {"tokens", "targets", "documents"}
@@ -78,7 +78,7 @@ def test_a_model_with_too_small_a_vocabulary_is_refused(tokens, monkeypatch):
         made(Config(data=DataConfig(path=(tokens,)), seq_len=16))
 
 
-def test_the_configuration_changes_the_shape():
+def test_the_configuration_overrides_the_model():
     shape = task.configured_model(Config(model="gpt-tiny", dropout=0.25, tied=False))
     assert (shape.dropout, shape.tied) == (0.25, False)
     assert task.configured_model(Config(model="gpt-tiny")).tied
@@ -103,7 +103,7 @@ def batch(rows, step):
 """
 
 
-def test_a_module_of_ones_own(tmp_path):
+def test_a_custom_model(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     shown = made(Config(model=f"{tmp_path / 'own.py'}:build", seed=3, batch=4))
     first, second = shown.build(), shown.build()
@@ -116,7 +116,7 @@ def test_a_module_of_ones_own(tmp_path):
     assert [batch.inputs["x"].tolist() for batch in batches] == [[[5.0, 5.0]] * 2] * 2
 
 
-def test_half_a_module_is_not_taken_for_the_module(tmp_path):
+def test_a_failed_import_of_a_custom_model_is_retried(tmp_path):
     from echelon.models.user_model import load_factory
 
     path = tmp_path / "broken.py"

@@ -117,7 +117,7 @@ LAYOUTS = ("dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "dp=3,zero=3", "
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_loop_of_a_user_is_equal_to_one_process(pool, layout):
+def test_a_user_loop_equals_one_process(pool, layout):
     _, state = plain()
     for losses, found in pool.run(loop, Layout.parse(layout).world, layout):
         assert losses == pytest.approx(evaluated(), abs=1e-10)
@@ -126,7 +126,7 @@ def test_the_loop_of_a_user_is_equal_to_one_process(pool, layout):
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "dp=3,zero=1", "dp=2,zero=2", "dp=2,zero=3"])
-def test_no_sync_adds_up_microbatches(pool, layout):
+def test_no_sync_accumulates_microbatches(pool, layout):
     _, state = plain()
     for _, found in pool.run(loop, Layout.parse(layout).world, layout, 2):
         assert largest_error(found, state) < 1e-10
@@ -203,7 +203,7 @@ def test_a_second_backward_is_an_error(pool):
         pool.run(backward_twice, 2, "dp=2")
 
 
-def test_slices_are_not_given_out_as_a_state_dict(pool):
+def test_state_dict_of_shards_is_refused(pool):
     assert pool.run(plain_state_dict, 2, "dp=2")[0][0] == "module.scale"
     with pytest.raises(RankError, match=r"full_state_dict\(\) on every rank"):
         pool.run(plain_state_dict, 2, "dp=2,zero=1")
@@ -220,7 +220,7 @@ def loaded(layout, dtype=torch.float64):
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=1", "dp=2,zero=3"])
-def test_a_full_state_is_taken_back(pool, layout):
+def test_a_full_state_dict_round_trips(pool, layout):
     truth = build(seed=2).state_dict()
     for state, after in pool.run(loaded, 2, layout):
         assert state.keys() == truth.keys()
@@ -237,7 +237,7 @@ def reloaded(layout):
     return largest_error(model.full_state_dict(), other.state_dict())
 
 
-def test_a_full_state_is_taken_back_by_tensor_parallel_ranks(pool):
+def test_a_full_state_dict_round_trips_with_tp(pool):
     assert pool.run(reloaded, 2, "tp=2,sp=0") == [0.0, 0.0]
 
 
@@ -345,7 +345,7 @@ def divided(layout):
 
 
 @pytest.mark.parametrize("layout", ["tp=2,sp=0", "dp=2,tp=2,sp=0,zero=3"])
-def test_tensor_parallel_in_a_loop_of_ones_own(pool, layout):
+def test_tensor_parallelism_in_a_user_loop(pool, layout):
     (truth,) = pool.run(divided, 1, "dp=1")
     for found in pool.run(divided, Layout.parse(layout).world, layout):
         assert largest_error(found, truth) < 1e-10
@@ -362,7 +362,7 @@ def from_gpt(layout):
     return model.full_state_dict()
 
 
-def test_sequence_parallel_in_a_loop_of_ones_own(pool):
+def test_sequence_parallelism_in_a_user_loop(pool):
     (truth,) = pool.run(from_gpt, 1, "dp=1")
     for found in pool.run(from_gpt, 2, "tp=2"):
         assert largest_error(found, truth) < 1e-10
@@ -376,14 +376,15 @@ def test_sequence_parallel_in_a_loop_of_ones_own(pool):
         ("dp=1,zerro=1", 'did you mean "zero"?'),
     ],
 )
-def test_a_layout_that_cannot_be_is_refused(layout, message):
+def test_layouts_that_require_the_engine_are_refused(layout, message):
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
         ec.wrap(build(), layout)
 
 
-def test_a_gate_that_must_be_told_loads_is_refused():
+def test_a_gate_that_balances_by_load_is_refused():
     """It was not, and never balanced."""
     mixture = MoEConfig(experts=4, k=1, ffn=8, gate="loss-free")
     model = models.build(replace(model_config.find_model("moe-tiny"), layers=1, moe=mixture))
-    with pytest.raises(ValueError, match=r"balances by the expert load of a step requires the engine \(blocks.0.mlp.gate\)"):
+    expected = r"balances by the expert load of a step requires the engine \(blocks.0.mlp.gate\)"
+    with pytest.raises(ValueError, match=expected):
         ec.wrap(model, "dp=1")

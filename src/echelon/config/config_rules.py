@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 KeyedIssue = tuple[tuple[str, ...], ValidationIssue]
-"""the keys that a rule reads, and the issue that it found"""
+"""the keys that a rule reads, and the issue that it reports"""
 
 
 def cross_key_issues(config: Config, *, world: int | None, invalid_keys: Set[str]) -> list[ValidationIssue]:
@@ -35,8 +35,8 @@ def cross_key_issues(config: Config, *, world: int | None, invalid_keys: Set[str
     rules = [*_data_rules(config), *_model_rules(config), *_precision_rules(config), *_optimizer_rules(config)]
     rules += [*_run_rules(config), *_compress_rules(config), *_elastic_rules(config)]
     rules += guard_rules(config, Layout.resolve(grammar.parse_pairs(config.layout).values))
-    found = [fault for involved, fault in rules if invalid_keys.isdisjoint(involved)]
-    return found + _layout_issues(config, world, invalid_keys)
+    issues = [issue for involved, issue in rules if invalid_keys.isdisjoint(involved)]
+    return issues + _layout_issues(config, world, invalid_keys)
 
 
 def _data_rules(config: Config) -> Iterator[KeyedIssue]:
@@ -76,10 +76,10 @@ def _data_rules(config: Config) -> Iterator[KeyedIssue]:
     if data.tokenizer != "bytes" and not Path(data.tokenizer).is_file():
         suggestion = did_you_mean(data.tokenizer, ["bytes"])
         legal = "bytes, or a tokenizers JSON file"
-        fault = ValidationIssue(
+        issue = ValidationIssue(
             key="data.tokenizer", value=data.tokenizer, message="does not exist", legal=legal, hint=suggestion
         )
-        yield ("data.tokenizer",), fault
+        yield ("data.tokenizer",), issue
 
 
 def _precision_rules(config: Config) -> Iterator[KeyedIssue]:
@@ -87,9 +87,11 @@ def _precision_rules(config: Config) -> Iterator[KeyedIssue]:
     layout = Layout.resolve(grammar.parse_pairs(config.layout).values)
     schedule = layout.schedule
     if config.precision.master == "none" and config.dtype != "bfloat16":
-        rule, legal = f"requires bfloat16 weights with stochastic rounding (dtype={config.dtype})", "float32"
-        fault = ValidationIssue(key="precision.master", value="none", message=rule, legal=f"{legal}, or dtype=bfloat16")
-        yield ("precision.master", "dtype"), fault
+        message, legal = f"requires bfloat16 weights with stochastic rounding (dtype={config.dtype})", "float32"
+        issue = ValidationIssue(
+            key="precision.master", value="none", message=message, legal=f"{legal}, or dtype=bfloat16"
+        )
+        yield ("precision.master", "dtype"), issue
     if config.loss_scaling == "dynamic" and layout.pp > 1 and schedule in ASYNC_SCHEDULES:
         yield (
             ("precision.loss_scale", "dtype", "layout"),
@@ -110,12 +112,12 @@ def _precision_rules(config: Config) -> Iterator[KeyedIssue]:
         if schedule in SPLIT_BACKWARD_SCHEDULES
         else "",
     }
-    for other, rule in reasons.items():
-        if rule:
+    for other, message in reasons.items():
+        if message:
             remedy = {"dtype": "bfloat16", "device": "cuda", "kernels": "auto", "layout": "...,schedule=1f1b"}[other]
             yield (
                 (key, other),
-                ValidationIssue(key=key, value=compute, message=rule, legal=f"same, or {other}={remedy}"),
+                ValidationIssue(key=key, value=compute, message=message, legal=f"same, or {other}={remedy}"),
             )
 
 
@@ -126,10 +128,10 @@ def _optimizer_rules(config: Config) -> Iterator[KeyedIssue]:
         try:
             optimizer_groups.parse(text)
         except ValueError as error:
-            fault = ValidationIssue(
+            issue = ValidationIssue(
                 key="optimizer.groups", value=text, message=str(error), legal=optimizer_groups.GROUP_SYNTAX
             )
-            yield ("optimizer.groups",), fault
+            yield ("optimizer.groups",), issue
     key = "optimizer.in_backward"
     if rule.in_backward and config.clip:
         reason = "clipping requires the norm of all gradients, and updates in backward free them before it is known"
@@ -157,38 +159,38 @@ def _optimizer_rules(config: Config) -> Iterator[KeyedIssue]:
             ("optimizer.ema", "layout"),
             ValidationIssue(key="optimizer.ema", value=str(rule.ema), message=reason, legal=legal),
         )
-    for fault in offload_support.offload_faults(rule, layout.offload, master=config.precision.master):
-        yield (fault.key, "layout"), fault
+    for issue in offload_support.offload_faults(rule, layout.offload, master=config.precision.master):
+        yield (issue.key, "layout"), issue
 
 
 def _compress_rules(config: Config) -> Iterator[KeyedIssue]:
     layout = Layout.resolve(grammar.parse_pairs(config.layout).values)
-    if rule := compression_cost.incompatibility(config.compress, layout.recompute, layout.offload):
-        yield ("compress", "layout"), ValidationIssue(key="compress", value=config.compress, message=rule)
+    if message := compression_cost.incompatibility(config.compress, layout.recompute, layout.offload):
+        yield ("compress", "layout"), ValidationIssue(key="compress", value=config.compress, message=message)
 
 
 def _run_rules(config: Config) -> Iterator[KeyedIssue]:
-    if config.run and (rule := _folder_problem(Path(config.run))):
+    if config.run and (message := _folder_problem(Path(config.run))):
         yield (
             ("run",),
             ValidationIssue(
-                key="run", value=config.run, message=rule, legal="a folder that can be created and written"
+                key="run", value=config.run, message=message, legal="a folder that can be created and written"
             ),
         )
     path, key = config.checkpoint.path, "checkpoint.path"
     if path and (
-        rule := _address_problem(path) if _is_remote(path) else _folder_problem(Path(path.removeprefix("file://")))
+        message := _address_problem(path) if _is_remote(path) else _folder_problem(Path(path.removeprefix("file://")))
     ):
         legal = "a folder that can be created and written, or an address that fsspec supports"
-        yield (key,), ValidationIssue(key=key, value=path, message=rule, legal=legal)
+        yield (key,), ValidationIssue(key=key, value=path, message=message, legal=legal)
 
 
 def _folder_problem(wanted: Path) -> str:
     """Return why a directory cannot be created or written, or an empty text."""
-    there = next((path for path in (wanted, *wanted.parents) if path.exists()), Path())
-    if not there.is_dir():
-        return f"cannot be created ({there} is a file)"
-    return "" if os.access(there, os.W_OK | os.X_OK) else f"cannot be written ({there} is read-only)"
+    existing = next((path for path in (wanted, *wanted.parents) if path.exists()), Path())
+    if not existing.is_dir():
+        return f"cannot be created ({existing} is a file)"
+    return "" if os.access(existing, os.W_OK | os.X_OK) else f"cannot be written ({existing} is read-only)"
 
 
 def _is_remote(path: str) -> bool:
@@ -211,9 +213,9 @@ def _address_problem(path: str) -> str:
 def _elastic_rules(config: Config) -> Iterator[KeyedIssue]:
     layout = Layout.resolve(grammar.parse_pairs(config.layout).values)
     if config.elastic.replan and layout.pp > 1 and layout.schedule in ASYNC_SCHEDULES:
-        rule = f"would change the updates: with schedule={layout.schedule} they depend on the number of stages"
-        fault = ValidationIssue(key="elastic.replan", value="true", message=rule, legal="false, or another schedule")
-        yield ("elastic.replan", "layout"), fault
+        message = f"would change the updates: with schedule={layout.schedule} they depend on the number of stages"
+        issue = ValidationIssue(key="elastic.replan", value="true", message=message, legal="false, or another schedule")
+        yield ("elastic.replan", "layout"), issue
 
 
 MOE_KEYS = ("gate", "expert_dropout")
@@ -275,17 +277,17 @@ def no_effect_issues(config: Config, given: Mapping[str, Any], invalid_keys: Set
 
 def _model_rules(config: Config) -> Iterator[KeyedIssue]:
     if user_model.is_user_model(config.model):
-        found = list(user_model.validate_spec(config.model))
-        beside = config.model.rpartition(":")[0] + ":batch"
-        found = found or list(
-            user_model.validate_spec(beside, legal="a function batch(rows, step) in the file of the model")
+        issues = list(user_model.validate_spec(config.model))
+        batch_spec = config.model.rpartition(":")[0] + ":batch"
+        issues = issues or list(
+            user_model.validate_spec(batch_spec, legal="a function batch(rows, step) in the file of the model")
         )
-        yield from ((("model",), fault) for fault in found)
+        yield from ((("model",), issue) for issue in issues)
         return
     try:
         model = model_config.find_model(config.model)
     except ValidationError as error:
-        yield from ((("model",), fault) for fault in error.issues)
+        yield from ((("model",), issue) for issue in error.issues)
         return
     if model.family == "conv":
         legal = ", ".join(name for name, size in model_config.SIZES.items() if size.family != "conv")
@@ -298,13 +300,13 @@ def _model_rules(config: Config) -> Iterator[KeyedIssue]:
         return
     if model.moe is not None and config.gate:
         try:
-            mixture = override_gate(model.moe, config.gate)
+            moe = override_gate(model.moe, config.gate)
         except ValidationError as error:
-            yield from ((("gate",), fault) for fault in error.issues)
+            yield from ((("gate",), issue) for issue in error.issues)
             return
         from echelon.models.moe_block import validate_gate  # imports torch, only for another gate
 
-        yield from ((("gate",), fault) for fault in validate_gate(mixture))
+        yield from ((("gate",), issue) for issue in validate_gate(moe))
     if config.seq_len > model_config.override_config(model, seq_len=config.seq_len).max_seq_len:
         yield (
             ("model", "seq_len"),
@@ -326,46 +328,46 @@ def _layout_issues(config: Config, world: int | None, invalid_keys: Set[str]) ->
             model = config.override_model(model_config.find_model(config.model))
     batch = None if "batch" in invalid_keys else config.batch
     seq_len = None if "seq_len" in invalid_keys else config.seq_len
-    found: list[ValidationIssue] = []
+    issues: list[ValidationIssue] = []
     try:
         layout = check_layout(config.layout, world=world, batch=batch, seq_len=seq_len, model=model)
     except ValidationError as error:
         return list(error.issues)
     if wrong := schedule_file_error(layout, model.layers if model else 0):
-        found.append(ValidationIssue(key="schedule", value=layout.schedule, message=f"cannot be run: {wrong}"))
+        issues.append(ValidationIssue(key="schedule", value=layout.schedule, message=f"cannot be run: {wrong}"))
     elif config.pipeline.layers and layout.pp > 1 and model:
-        found += stage_issues(config.pipeline.layers, schedule_for_layout(layout).stages, model)
-    return [*found, *profile_issues(config.pipeline), *slice_issues(config)]
+        issues += stage_issues(config.pipeline.layers, schedule_for_layout(layout).stages, model)
+    return [*issues, *profile_issues(config.pipeline), *slice_issues(config)]
 
 
 def guard_rules(config: Config, layout: Layout) -> Iterator[tuple[tuple[str, ...], ValidationIssue]]:
     """Rules of `spike.` and `replay.`."""
     if config.spike.action == "rollback" and not config.checkpoint.every:
-        rule = "has no checkpoint to roll back to (checkpoint.every=0)"
+        message = "has no checkpoint to roll back to (checkpoint.every=0)"
         legal = "none, warn, or checkpoint.every > 0"
         yield (
             ("spike.action", "checkpoint.every"),
-            ValidationIssue(key="spike.action", value="rollback", message=rule, legal=legal),
+            ValidationIssue(key="spike.action", value="rollback", message=message, legal=legal),
         )
     if config.replay.every:
-        for other, rule, legal in _replay_conflicts(config, layout):
+        for other, message, legal in _replay_conflicts(config, layout):
             value = str(config.replay.every)
             yield (
                 ("replay.every", other),
-                ValidationIssue(key="replay.every", value=value, message=rule, legal=f"0, or {legal}"),
+                ValidationIssue(key="replay.every", value=value, message=message, legal=f"0, or {legal}"),
             )
 
 
 def _replay_conflicts(config: Config, layout: Layout) -> Iterator[tuple[str, str, str]]:
     """Yield (key, why a step cannot be computed twice before its update, remedy)."""
     if layout.pp > 1 and layout.schedule in ASYNC_SCHEDULES:
-        rule = f"cannot replay a step that updates before its end (schedule={layout.schedule})"
-        yield "layout", rule, "layout=...,schedule=1f1b"
+        message = f"cannot replay a step that updates before its end (schedule={layout.schedule})"
+        yield "layout", message, "layout=...,schedule=1f1b"
     if config.optimizer.in_backward:
         yield "optimizer.in_backward", "cannot replay a step that updates in backward", "optimizer.in_backward=false"
     if offloads_optimizer(layout.offload) or offloads_params(layout.offload):
-        rule = f"cannot replay a step that offloads its gradients (offload={layout.offload})"
-        yield "layout", rule, "layout=... without offload of optimizer, params or disk"
+        message = f"cannot replay a step that offloads its gradients (offload={layout.offload})"
+        yield "layout", message, "layout=... without offload of optimizer, params or disk"
 
 
 def guard_keys_without_effect(config: Config) -> dict[str, str]:
@@ -382,9 +384,9 @@ MEASURE = "measure"
 def slice_issues(config: Config) -> Iterator[ValidationIssue]:
     slices = config.pipeline.slices
     if slices and sum(slices) != config.seq_len:
-        rule = f"does not sum to a sequence (seq_len={config.seq_len})"
+        message = f"does not sum to a sequence (seq_len={config.seq_len})"
         yield ValidationIssue(
-            key="pipeline.slices", value=str(list(slices)), message=rule, legal=f"a sum of {config.seq_len}"
+            key="pipeline.slices", value=str(list(slices)), message=message, legal=f"a sum of {config.seq_len}"
         )
 
 

@@ -119,35 +119,35 @@ class Config:
 
         A file that a run wrote may have keys without effect next to the settings, since no user set them.
         """
-        given, faults = _read_file(cls, path)
+        given, issues = _read_file(cls, path)
         typed, more = _read_settings(settings)
-        config, wrong = _build(cls, given | typed)
-        refused = {fault.key for fault in wrong}
-        faults += [*more, *wrong, *config.issues(world=world, invalid_keys=refused)]
-        faults += no_effect_issues(config, typed if written_by_run else given | typed, refused)
-        if faults:
-            raise ValidationError(faults)
+        config, invalid = _build(cls, given | typed)
+        invalid_keys = {issue.key for issue in invalid}
+        issues += [*more, *invalid, *config.issues(world=world, invalid_keys=invalid_keys)]
+        issues += no_effect_issues(config, typed if written_by_run else given | typed, invalid_keys)
+        if issues:
+            raise ValidationError(issues)
         return config
 
     @classmethod
     def from_settings(cls, settings: Sequence[str], layout: str) -> Self:
         """Build a configuration for `plan --set` in a layout. Without a layout, any key may have an effect."""
-        typed, faults = _read_settings(settings)
-        config, wrong = _build(cls, typed)
-        refused = {fault.key for fault in wrong}
-        faults += [*wrong, *config.issues(invalid_keys=refused)]
+        typed, issues = _read_settings(settings)
+        config, invalid = _build(cls, typed)
+        invalid_keys = {issue.key for issue in invalid}
+        issues += [*invalid, *config.issues(invalid_keys=invalid_keys)]
         if layout:
-            faults += no_effect_issues(replace(config, layout=layout), typed, refused)
-        if faults:
-            raise ValidationError(faults)
+            issues += no_effect_issues(replace(config, layout=layout), typed, invalid_keys)
+        if issues:
+            raise ValidationError(issues)
         return config
 
     @classmethod
     def from_toml(cls, text: str) -> Self:
         """Build it from the TOML text of `to_toml`, without checking that its files still exist."""
-        config, faults = _build(cls, schema.flatten(cls, tomllib.loads(text)))
-        if faults:
-            raise ValidationError(faults)
+        config, issues = _build(cls, schema.flatten(cls, tomllib.loads(text)))
+        if issues:
+            raise ValidationError(issues)
         return config
 
     def to_toml(self) -> str:
@@ -195,27 +195,27 @@ def _read_file(cls: type, path: str | Path | None) -> tuple[dict[str, Any], list
 
 def _read_settings(settings: Sequence[str]) -> tuple[dict[str, Any], list[ValidationIssue]]:
     given: dict[str, Any] = {}
-    faults: list[ValidationIssue] = []
+    issues: list[ValidationIssue] = []
     for setting in settings:
         name, equals, text = setting.partition("=")
         if equals and name.strip():
             given[name.strip()] = SettingText(text.strip())
         else:
-            faults.append(ValidationIssue(key="set", value=setting, message="is not a setting", legal="key=value"))
-    return given, faults
+            issues.append(ValidationIssue(key="set", value=setting, message="is not a setting", legal="key=value"))
+    return given, issues
 
 
 def _build(cls: type[AnyConfig], given: Mapping[str, Any]) -> tuple[AnyConfig, list[ValidationIssue]]:
     """Build the configuration with defaults for invalid values, so that other rules can still be checked."""
-    values, faults = schema.parse_values(cls, given)
+    values, issues = schema.parse_values(cls, given)
     known = schema.key_table(cls)
-    faults = [fault if fault.key in known else _with_layout_hint(fault) for fault in faults]
-    refused = {fault.key for fault in faults}
-    return schema.build(cls, {name: value for name, value in values.items() if name not in refused}), faults
+    issues = [issue if issue.key in known else _with_layout_hint(issue) for issue in issues]
+    invalid_keys = {issue.key for issue in issues}
+    return schema.build(cls, {name: value for name, value in values.items() if name not in invalid_keys}), issues
 
 
-def _with_layout_hint(fault: ValidationIssue) -> ValidationIssue:
+def _with_layout_hint(issue: ValidationIssue) -> ValidationIssue:
     """Suggest the layout for a key like `tp=2`."""
-    if fault.hint or not (meant := closest_word(fault.key, grammar.KEYS_BY_NAME)):
-        return fault
-    return replace(fault, hint=f'did you mean layout="{meant}={fault.value}"?')
+    if issue.hint or not (meant := closest_word(issue.key, grammar.KEYS_BY_NAME)):
+        return issue
+    return replace(issue, hint=f'did you mean layout="{meant}={issue.value}"?')

@@ -148,23 +148,23 @@ def parse_values(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], l
     """Convert the values in `given` (dotted names) to their types; return them and an issue for each invalid one."""
     table = key_table(cls)
     values: dict[str, Any] = {}
-    faults: list[ValidationIssue] = []
+    issues: list[ValidationIssue] = []
     for name, value in given.items():
         if name not in table:
-            faults.append(_unknown_key_issue(name, value, table))
+            issues.append(_unknown_key_issue(name, value, table))
             continue
         key = table[name]
         try:
             converted = convert(key.hint, value)
         except TypeMismatchError as mismatch:
             legal, remedy = key.legal, mismatch.remedy
-            faults.append(
+            issues.append(
                 ValidationIssue(key=name, value=format_given(value), message=mismatch.rule, legal=legal, hint=remedy)
             )
             continue
         numbers = converted if isinstance(converted, tuple) else (converted,)
         if key.range and not all(number in key.range for number in numbers if not isinstance(number, str)):
-            faults.append(
+            issues.append(
                 ValidationIssue(key=name, value=format_given(value), message="is out of range", legal=key.legal)
             )
             continue
@@ -175,7 +175,7 @@ def parse_values(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], l
             key.only_with
             and (chosen := values.get(key.condition_key, table[key.condition_key].default)) not in key.only_with.values
         ):
-            faults.append(
+            issues.append(
                 ValidationIssue(
                     key=name,
                     value=format_given(values[name]),
@@ -183,7 +183,7 @@ def parse_values(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], l
                     hint=f"leave it out, or set {key.condition_key} to {' or '.join(key.only_with.values)}",
                 )
             )
-    return values, faults
+    return values, issues
 
 
 def flatten(cls: type, tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -310,14 +310,14 @@ def _unknown_key_issue(name: str, value: Any, table: Mapping[str, ConfigKey]) ->
             key=name, value=format_given(value), message="is a table, not a value", legal=", ".join(below)
         )
     above, _, leaf = name.rpartition(".")
-    beside = [key for key in table if above and key.startswith(above + ".")]
-    if not beside:
-        beside = list(dict.fromkeys(key if "." not in key else key.partition(".")[0] + ".*" for key in table))
+    siblings = [key for key in table if above and key.startswith(above + ".")]
+    if not siblings:
+        siblings = list(dict.fromkeys(key if "." not in key else key.partition(".")[0] + ".*" for key in table))
     # `lr` means `optimizer.lr`, although the spelling is far from it.
     same_leaf = [key for key in table if key.rpartition(".")[2] == leaf]
     suggestion = f'did you mean "{same_leaf[0]}"?' if len(same_leaf) == 1 else did_you_mean(name, table)
     return ValidationIssue(
-        key=name, value=format_given(value), message="is not a known key", legal=", ".join(beside), hint=suggestion
+        key=name, value=format_given(value), message="is not a known key", legal=", ".join(siblings), hint=suggestion
     )
 
 
@@ -346,10 +346,10 @@ def _field_docs(cls: type) -> dict[str, str]:
     """Read the text under each field from the source of the class."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(body, ast.ClassDef)
-    found: dict[str, str] = {}
+    docs: dict[str, str] = {}
     for line, below in itertools.pairwise(body.body):
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
             match below:
                 case ast.Expr(value=ast.Constant(value=str(text))):
-                    found[line.target.id] = inspect.cleandoc(text)
-    return found
+                    docs[line.target.id] = inspect.cleandoc(text)
+    return docs

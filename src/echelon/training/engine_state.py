@@ -65,22 +65,22 @@ class EngineCheckpointer:
 
     def steps(self) -> list[int]:
         """Return the steps of existing checkpoints, as rank 0 sees them."""
-        found: list[int] = []
+        steps: list[int] = []
         error: Exception | None = None
         try:
-            found = self._storage.steps() if self._group.is_rank_zero else []
+            steps = self._storage.steps() if self._group.is_rank_zero else []
         except CheckpointError as wrong:
             error = wrong
         raise_on_all_ranks(self._group, error)
-        return self._group.broadcast(found)
+        return self._group.broadcast(steps)
 
     def load(self, step: int) -> LoadResult:
         """Load the state after a step."""
         self.wait()
         self._engine.drain()
-        found = load_checkpoint(training_state(self._engine), self._storage, step, self._group)
+        loaded = load_checkpoint(training_state(self._engine), self._storage, step, self._group)
         self._engine.num_steps = step
-        return found
+        return loaded
 
     def set_aside(self, after: int) -> list[int]:
         """Set aside checkpoints of steps after the one that the run resumes from; return their steps."""
@@ -89,8 +89,8 @@ class EngineCheckpointer:
         try:
             for step in later if self._group.is_rank_zero else ():
                 self._storage.set_aside(step)
-        except CheckpointError as found:
-            error = found
+        except CheckpointError as failure:
+            error = failure
         raise_on_all_ranks(self._group, error)
         return later
 

@@ -26,24 +26,26 @@ def step_collectives(engine: Engine, traffic: tp_cost.TransformerSizes | None) -
     """See `Engine.collectives`."""
     layout, pipeline, parallel = engine.layout, engine.pipeline, engine.parallel
     slices = pipeline.slice_lengths(traffic) if pipeline is not None and traffic is not None else ()
-    found: list[Collective] = []
+    collectives: list[Collective] = []
     if traffic is not None:
-        mine = (
+        local_sizes = (
             traffic if pipeline is None else replace(pipeline.rank_share(traffic), moe_layers=len(_moe_layers(engine)))
         )
-        found += _expert_collectives(engine, mine)
+        collectives += _expert_collectives(engine, local_sizes)
         again = _recompute_counts(engine)
         if parallel.cp_context is not None:
-            found += cp_cost.transformer_collectives(mine, layout, parallel.cp_context.ring_axis.index, again)
-            mine = replace(mine, seq_len=cp_cost.tokens_per_rank(layout, mine.seq_len))
-        for length in slices or (mine.seq_len,):
-            sized = replace(mine, seq_len=length)
-            found += tp_strategy(layout).model_collectives(
+            collectives += cp_cost.transformer_collectives(
+                local_sizes, layout, parallel.cp_context.ring_axis.index, again
+            )
+            local_sizes = replace(local_sizes, seq_len=cp_cost.tokens_per_rank(layout, local_sizes.seq_len))
+        for length in slices or (local_sizes.seq_len,):
+            sized = replace(local_sizes, seq_len=length)
+            collectives += tp_strategy(layout).model_collectives(
                 engine.model, sized, layout, again, _recomputed_layers(engine), partition=parallel.options.partition
             )
-        found += pipeline.p2p_collectives(mine) if pipeline is not None else []
+        collectives += pipeline.p2p_collectives(local_sizes) if pipeline is not None else []
     for name, channels in sync_batchnorm.sync_batchnorm_channels(engine.model).items():
-        found += dp_cost.sync_batchnorm_collectives(
+        collectives += dp_cost.sync_batchnorm_collectives(
             [channels],
             accumulate=layout.accumulate,
             element_bytes=max(parallel.options.compute_dtype.itemsize, 4),
@@ -51,12 +53,12 @@ def step_collectives(engine: Engine, traffic: tp_cost.TransformerSizes | None) -
         )
     updates = pipeline.updates_per_step if pipeline is not None else 1
     once = _update_collectives(engine, layout.accumulate * max(len(slices), 1) // updates)
-    found += [replace(item, count=item.count * updates) for item in once]
-    found += pipeline.update_collectives() if pipeline is not None else []
+    collectives += [replace(item, count=item.count * updates) for item in once]
+    collectives += pipeline.update_collectives() if pipeline is not None else []
     if parallel.axes[engine.loss_axis].size > 1:
         size = 24 if pipeline is not None and pipeline.asynchronous else 16
-        found.append(Collective(op="all_reduce", axis=engine.loss_axis, bytes=size, purpose="loss and count"))
-    return [*found, *engine.expert_loads.collectives()]
+        collectives.append(Collective(op="all_reduce", axis=engine.loss_axis, bytes=size, purpose="loss and count"))
+    return [*collectives, *engine.expert_loads.collectives()]
 
 
 def _recomputed_layers(engine: Engine) -> list[str]:
@@ -124,7 +126,7 @@ def _update_collectives(engine: Engine, accumulate: int) -> list[Collective]:
     parallel, pipeline = engine.parallel, engine.pipeline
     options, units = parallel.options, parallel.placement.param_groups
     reduce_bytes = options.grad_dtype.itemsize
-    found = list(
+    collectives = list(
         dp_cost.collectives(
             units,
             parallel.policy,
@@ -137,11 +139,11 @@ def _update_collectives(engine: Engine, accumulate: int) -> list[Collective]:
             paged=[unit.name for unit in units if parallel.offload.is_paged(unit)],
         )
     )
-    for some in [[unit] for unit in units] if engine.update_rule.in_backward else [units]:
-        found += tp_cost.partial_grad_collectives(some, reduce_bytes, parallel.placement.shard_index)
+    for groups in [[unit] for unit in units] if engine.update_rule.in_backward else [units]:
+        collectives += tp_cost.partial_grad_collectives(groups, reduce_bytes, parallel.placement.shard_index)
     if engine.grad_norm.axis.size > 1:
-        found.append(Collective(op="all_reduce", axis=engine.grad_norm.axis.name, bytes=8, purpose="norm"))
-    return [*found, *engine.optimizer.collectives()]
+        collectives.append(Collective(op="all_reduce", axis=engine.grad_norm.axis.name, bytes=8, purpose="norm"))
+    return [*collectives, *engine.optimizer.collectives()]
 
 
 def host_transfer_bytes(engine: Engine) -> dict[str, int]:

@@ -276,8 +276,8 @@ def wrap(model: nn.Module, layout: Layout | str = "", **options: Any) -> Wrapped
     """
     if isinstance(layout, str):
         layout = check_layout(layout, world=world_size())
-    elif faults := rules.find_issues(layout, world=world_size()):
-        raise ValidationError(faults)
+    elif issues := rules.find_issues(layout, world=world_size()):
+        raise ValidationError(issues)
     if layout.pp > 1:
         raise ValueError(
             f"a pipeline needs the engine's loop (pp={layout.pp}); use ec.Engine(model, layout, optimizer).step(batch)"

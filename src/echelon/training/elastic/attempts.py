@@ -86,14 +86,14 @@ def determine_attempt(config: Config, resume: str, world: int) -> Attempt:
     """Determine the attempt, on rank 0."""
     number = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     path = find_run(config, resume, os.environ[AGENT_VARIABLE], restarted=number > 0)
-    goes_on = resume_target(path, resume, os.environ[AGENT_VARIABLE])
-    run = Run.open(parse_resume_path(goes_on)[0]) if goes_on else None
+    to_resume = resume_target(path, resume, os.environ[AGENT_VARIABLE])
+    run = Run.open(parse_resume_path(to_resume)[0]) if to_resume else None
     if path is not None and not number:
         number = 1  # agents do not count restarts when machines join or leave
     began = Layout.parse(str(run.plan["layout"])).world if run is not None else None
-    found = Attempt(config=config, resume=goes_on, restart_count=number, initial_ranks=began)
+    attempt = Attempt(config=config, resume=to_resume, restart_count=number, initial_ranks=began)
     if not config.elastic.replan:
-        return found
+        return attempt
     before = last_layout(run) if run is not None else config.layout
     ranks = Layout.parse(before, world=None if before else world).world
     available = f"{world} rank{'s are' if world > 1 else ' is'}"
@@ -106,16 +106,16 @@ def determine_attempt(config: Config, resume: str, world: int) -> Attempt:
             step_seconds=None,
             reason=why,
         )
-        is_told = (
+        is_logged = (
             run is None or ranks == world or scratch_dir.scratch_dir() is not None
         )  # or the launcher of this machine has logged it
-        return found if is_told else replace(found, layout_change=again)
+        return attempt if is_logged else replace(attempt, layout_change=again)
     change = plan_layout_change(config, before, world, reason=why)
     if change is None:
-        return found  # the layout is refused later, with its issues
+        return attempt  # the layout is refused later, with its issues
     config = replace(config, layout=change.new_layout)
     return replace(
-        found,
+        attempt,
         config=config,
         active_ranks=change.used_ranks,
         layout_change=change if change.new_layout != before else None,
@@ -131,8 +131,8 @@ def find_run(config: Config, resume: str, run_id: str, *, restarted: bool) -> Pa
         return None
     wanted = default_run_path(config)
     pattern = f"{wanted.name}*" if config.run else f"{wanted.name.rsplit('-', 2)[0]}-*"
-    found = [path for path in wanted.parent.glob(pattern) if _is_unfinished_run(path, run_id)]
-    return max(found, key=lambda path: (path / "plan.json").stat().st_mtime_ns, default=None)
+    runs = [path for path in wanted.parent.glob(pattern) if _is_unfinished_run(path, run_id)]
+    return max(runs, key=lambda path: (path / "plan.json").stat().st_mtime_ns, default=None)
 
 
 def resume_target(path: Path | None, resume: str, run_id: str) -> str:
@@ -167,12 +167,12 @@ def last_layout(run: Run) -> str:
 
 def _last_failure(run: Run) -> dict[str, Any]:
     """Return the failure report of the previous attempt."""
-    found: dict[str, Any] = {}
+    failure: dict[str, Any] = {}
     for record in run.records():
         if record["kind"] == "start":
-            found = {}
+            failure = {}
         elif record["kind"] == "diagnosis":
-            found = {"ranks": record["ranks"], "text": record["text"]}
+            failure = {"ranks": record["ranks"], "text": record["text"]}
         elif record["kind"] == "stopped":
-            found = {"ranks": [], "text": f"stopped by {record['signal']} after step {record['step']}"}
-    return found or {"ranks": [], "text": "no failure report"}
+            failure = {"ranks": [], "text": f"stopped by {record['signal']} after step {record['step']}"}
+    return failure or {"ranks": [], "text": "no failure report"}

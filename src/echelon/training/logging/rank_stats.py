@@ -35,12 +35,12 @@ class RankStats:
 
     def record(self) -> dict[str, object]:
         """Return the fields of the log record."""
-        found: dict[str, object] = {"steps": self.num_steps, "slow": None}
+        fields: dict[str, object] = {"steps": self.num_steps, "slow": None}
         if self.straggler is not None:
-            found["slow"] = vars(self.straggler)
+            fields["slow"] = vars(self.straggler)
         if len(self.shares) <= MAX_LISTED_RANKS:
-            found |= {name: [getattr(s, name) for s in self.shares] for name in ("work", "data", "waiting")}
-        return found
+            fields |= {name: [getattr(s, name) for s in self.shares] for name in ("work", "data", "waiting")}
+        return fields
 
 
 class RankStatsCollector:

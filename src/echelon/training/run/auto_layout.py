@@ -117,11 +117,11 @@ def best_plan(config: Config, procs: int | None) -> Plan:
         rule = "plans named models only; plan a custom model with `echelon plan file.py:factory`"
         raise ValidationError([ValidationIssue(key="plan", value=AUTO, message=rule, hint="set layout")])
     world = int(os.environ.get("WORLD_SIZE", procs or 0)) or None
-    wish = plan_request_of(config, world)
-    found = search_plans(wish, top=1)
-    if found:
-        return found[0]
-    least = least_memory_plan(wish)
+    request = plan_request_of(config, world)
+    plans = search_plans(request, top=1)
+    if plans:
+        return plans[0]
+    least = least_memory_plan(request)
     words = explain_infeasible(least) if least else [f"a batch of {config.batch} does not divide over the ranks"]
     raise ValidationError([ValidationIssue(key="plan", value=AUTO, message="found no layout", hint=" ".join(words))])
 

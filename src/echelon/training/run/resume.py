@@ -36,7 +36,7 @@ def resumed_config(run: Path, settings: Sequence[str], *, world: int | None = No
 
 def _refuse_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     """Raise ValidationError for keys that a resumed run cannot change."""
-    faults = [
+    issues = [
         ValidationIssue(
             key=name,
             value=schema.format_toml(value),
@@ -46,8 +46,8 @@ def _refuse_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
         for name, value in new.items()
         if value != old[name]
     ]
-    if faults:
-        raise ValidationError(faults)
+    if issues:
+        raise ValidationError(issues)
 
 
 def parse_resume_path(resume: str | Path) -> tuple[Path, int | None]:

@@ -57,7 +57,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("layout", CASES)
-def test_the_culprit_is_named_and_the_run_is_as_if_nothing_had_happened(pool, tmp_path, layout):
+def test_the_corrupt_rank_is_named_and_the_run_is_bit_equal(pool, tmp_path, layout):
     where, layer = CASES[layout]
     world = Layout.parse(layout).world
     struck = pool.run(train, world, config(tmp_path, layout, "struck"), (f"flip:rank=1,step=2,layer={where}",))[0]
@@ -70,7 +70,7 @@ def test_the_culprit_is_named_and_the_run_is_as_if_nothing_had_happened(pool, tm
 
 
 @pytest.mark.parametrize("layout", ["pp=2,schedule=zb-v,accumulate=2", "tp=2", "dp=2,zero=2,accumulate=2", "cp=2"])
-def test_the_first_rank_is_named_too(pool, tmp_path, layout):
+def test_corruption_on_rank_0_is_named(pool, tmp_path, layout):
     """Of a pipeline, whose second stage goes wrong from the first action on. Also where a pass would do less than the
     first: it finds parameters gathered, and sends no shapes."""
     asked = config(tmp_path, layout, **{"replay.every": 1})
@@ -80,7 +80,7 @@ def test_the_first_rank_is_named_too(pool, tmp_path, layout):
     assert one["ranks"] == 2
 
 
-def test_it_stops_before_the_update(pool, tmp_path):
+def test_action_stop_ends_the_run_before_the_update(pool, tmp_path):
     asked = config(tmp_path, "dp=2", **{"replay.action": "stop", "checkpoint.every": 1})
     with pytest.raises(
         RankError, match=r"step 4, computed again .* rank 1 \(dp 1\) of .* first in the output of blocks\.1;"
@@ -90,7 +90,7 @@ def test_it_stops_before_the_update(pool, tmp_path):
     assert [one["action"] for one in found(tmp_path / "run")] == ["stop"]
 
 
-def test_a_step_that_is_not_checked_is_wrong_for_good(pool, tmp_path):
+def test_an_unchecked_corruption_changes_the_run(pool, tmp_path):
     """The fault is a real one: without the check, the run ends somewhere else."""
     struck = train(config(tmp_path, "dp=1", "struck"), ("flip:rank=0,step=3,layer=blocks.1",))
     assert not found(struck)
@@ -98,7 +98,7 @@ def test_a_step_that_is_not_checked_is_wrong_for_good(pool, tmp_path):
 
 
 @pytest.mark.parametrize("model", ["moe-tiny", "gpt-tiny"])
-def test_nothing_is_left_behind_by_the_second_pass(tmp_path, model):
+def test_the_second_pass_leaves_no_trace(tmp_path, model):
     """Experts are counted once, and dropout is the same."""
     twice = train(config(tmp_path, "recompute=full", "twice", **{"model": model, "replay.every": 1}))
     once = train(config(tmp_path, "recompute=full", "once", **{"model": model, "replay.every": 0}))
@@ -131,7 +131,7 @@ def batch(rows, step):
 """
 
 
-def test_statistics_and_torchs_own_randomness_are_put_back(tmp_path):
+def test_batchnorm_statistics_and_torch_rng_are_restored(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     settings = [f"model={tmp_path}/own.py:factory", "steps=4", "batch=4", "checkpoint.every=4", "device=cpu"]
     hashes = []
@@ -143,7 +143,7 @@ def test_statistics_and_torchs_own_randomness_are_put_back(tmp_path):
     assert hashes[0] == hashes[1]
 
 
-def test_check_sums_and_norms():
+def test_checksums_and_norms():
     value = torch.tensor([1.5, -2.0, 0.0])
     other = value.clone()
     other[2] = -0.0  # equal numbers, other bits
@@ -162,7 +162,7 @@ def test_check_sums_and_norms():
     assert first_difference(torch.tensor([3.0, 2e-3, 5.0]), torch.tensor([3.0, 3e-3, 5.0]), 1e-3) == 1
 
 
-def test_the_wrong_pass_of_what_is_made_of_rounding():
+def test_the_wrong_pass_of_a_value_that_is_rounding_error():
     """By itself it agrees with nothing; beside the rest of its pass, it does."""
     parallel = SimpleNamespace(options=SimpleNamespace(device=torch.device("cpu")))
     made = ReplayCheck(
@@ -177,7 +177,7 @@ def test_the_wrong_pass_of_what_is_made_of_rounding():
     assert made._wrong_pass(2, [good, bad, bad[:2]]) == 0
 
 
-def test_kernels_that_repeat_every_bit_are_asked_for_and_left(monkeypatch):
+def test_deterministic_kernels_are_enabled_and_restored(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     set_cublas_workspace()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # somebody's own
@@ -198,7 +198,7 @@ def test_kernels_that_repeat_every_bit_are_asked_for_and_left(monkeypatch):
         torch.use_deterministic_algorithms(False)
 
 
-def test_every_pass_uses_them_and_the_process_is_prepared(tmp_path, monkeypatch):
+def test_every_pass_uses_deterministic_kernels(tmp_path, monkeypatch):
     used, prepared = [], []
 
     @contextmanager
@@ -212,7 +212,7 @@ def test_every_pass_uses_them_and_the_process_is_prepared(tmp_path, monkeypatch)
     assert (len(used), len(prepared)) == (STEPS + 1, 1)  # every second step twice, and the first to try them
 
 
-def test_only_equal_bits_on_a_gpu_need_them():
+def test_only_bit_equality_on_a_gpu_needs_deterministic_kernels():
     for device, tolerance, kind in (
         ("cuda", 0.0, deterministic_kernels),
         ("cuda", 1e-2, nullcontext),
@@ -227,7 +227,7 @@ def test_only_equal_bits_on_a_gpu_need_them():
         assert made._kernels is kind
 
 
-def test_what_cannot_be_computed_twice_is_refused(tmp_path):
+def test_steps_that_cannot_be_replayed_are_refused(tmp_path):
     with pytest.raises(ValidationError, match="cannot repeat a step whose updates come before its end"):
         config(tmp_path, "pp=2,schedule=2bw,accumulate=2", tied="false")
     with pytest.raises(ValidationError, match="cannot repeat a step that updates in backward"):

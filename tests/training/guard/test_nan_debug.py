@@ -40,7 +40,7 @@ def poisoned(config: Config, name: str, rank: int) -> None:
     ("layout", "rank", "ranks"),
     [("dp=1", 0, [0]), ("dp=2,zero=3", 1, [0, 1]), ("tp=2", 1, [1]), ("pp=2,accumulate=2", 1, [1])],
 )
-def test_the_first_output_that_is_not_finite(pool, tmp_path, layout, rank, ranks):
+def test_the_first_nonfinite_output_is_located(pool, tmp_path, layout, rank, ranks):
     """Backward comes to the head first, and finds the gradient of its weight not finite: it began elsewhere."""
     (tmp_path / "text.txt").write_text("".join(f"{n} and {n * n}; " for n in range(2000)))
     settings = {

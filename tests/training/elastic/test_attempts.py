@@ -108,7 +108,7 @@ def records(path: Path, kind: str) -> list[dict]:
 # -- restarts ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_that_was_asked_for_is_not_forgotten_by_a_restart(tmp_path):
+def test_a_restart_resumes_from_the_requested_checkpoint_unless_it_progressed(tmp_path):
     """A rank that failed before the first attempt had gone on from it made the next one take the newest."""
     made = Run.create(config(tmp_path, "dp=2"), {"layout": "dp=2", "elastic": "first"})
     made.log("start", time=0.0, after=0, elastic="first")
@@ -121,7 +121,7 @@ def test_a_checkpoint_that_was_asked_for_is_not_forgotten_by_a_restart(tmp_path)
     made.close()
 
 
-def test_a_killed_rank_is_restarted_and_the_run_ends_as_if_nothing_had_happened(tmp_path, undisturbed, capfd):
+def test_a_killed_rank_is_restarted_and_the_run_is_bit_equal(tmp_path, undisturbed, capfd):
     asked = config(tmp_path, "dp=2", **{"elastic.restarts": 2})
     summary = run_training(asked, quiet=True, inject=["kill:rank=1,step=6"])
     path = tmp_path / "run"
@@ -140,7 +140,7 @@ def test_a_killed_rank_is_restarted_and_the_run_ends_as_if_nothing_had_happened(
     assert "in forward of step 6. Restart 1 of 2." in told
 
 
-def test_what_a_user_must_mend_is_not_tried_again(tmp_path, capfd, monkeypatch):
+def test_user_errors_are_not_retried(tmp_path, capfd, monkeypatch):
     own = "import torch\ndef build():\n    raise ValueError('mine')\ndef batch(rows, step):\n    return {}\n"
     (tmp_path / "own.py").write_text(own)
     monkeypatch.chdir(tmp_path)
@@ -154,7 +154,7 @@ def test_what_a_user_must_mend_is_not_tried_again(tmp_path, capfd, monkeypatch):
 # -- other ranks than before ------------------------------------------------------------------------------------------
 
 
-def test_a_broken_rank_is_left_out_and_the_rest_goes_on_in_another_layout(tmp_path, undisturbed, capfd):
+def test_the_run_continues_in_another_layout_without_a_broken_rank(tmp_path, undisturbed, capfd):
     changes = {"elastic.restarts": 1, "elastic.replan": "true"}
     summary = run_training(config(tmp_path, "dp=3", **changes), quiet=True, inject=["gone:rank=1,step=6"])
     path = tmp_path / "run"
@@ -171,7 +171,7 @@ def test_a_broken_rank_is_left_out_and_the_rest_goes_on_in_another_layout(tmp_pa
     assert records(path, "resume")[-1]["layout"] == change["to"]
 
 
-def test_without_replan_the_error_says_how_often_it_was_tried(tmp_path, capfd):
+def test_without_replan_the_error_names_the_number_of_restarts(tmp_path, capfd):
     with pytest.raises(RankError, match=r"(?s)^rank 1 .*SIGKILL, in start.*This was after 1 restart\.$") as caught:
         run_training(config(tmp_path, "dp=2", **{"elastic.restarts": 1}), quiet=True, inject=["gone:rank=1,step=4"])
     assert caught.value.rank == 1
@@ -189,7 +189,7 @@ def test_ranks_that_cannot_share_the_batch_idle():
     assert Layout.parse(change.new_layout, batch=8).batch == 8
 
 
-def test_a_module_that_the_planner_does_not_know_keeps_its_split(tmp_path, monkeypatch):
+def test_a_custom_model_keeps_its_tp_and_pp_when_replanned(tmp_path, monkeypatch):
     own = "import torch\ndef build(): ...\ndef batch(rows, step): ...\n"
     (tmp_path / "own.py").write_text(own)
     monkeypatch.chdir(tmp_path)
@@ -204,7 +204,7 @@ def test_a_module_that_the_planner_does_not_know_keeps_its_split(tmp_path, monke
     assert (change.new_layout, change.idle_ranks) == ("dp=2", (2,))
 
 
-def test_stages_that_update_by_themselves_cannot_be_planned_anew(tmp_path):
+def test_asynchronous_schedules_cannot_be_replanned(tmp_path):
     with pytest.raises(ValidationError, match=r"elastic\.replan=true would change what is computed"):
         config(tmp_path, "pp=2,schedule=pipedream,accumulate=6", **{"elastic.replan": "true"})
 
@@ -229,7 +229,7 @@ def terminated(path: Path, step: int) -> threading.Thread:
     return thread
 
 
-def test_sigterm_of_the_launcher_saves_and_stops_and_the_run_goes_on(tmp_path, undisturbed):
+def test_sigterm_of_the_launcher_saves_and_the_run_resumes(tmp_path, undisturbed):
     before = signal.getsignal(signal.SIGTERM)
     path = tmp_path / "run"
     asked = config(tmp_path, "dp=2", **{"checkpoint.every": 0})
@@ -255,7 +255,7 @@ def test_sigterm_of_one_rank_stops_all_after_the_same_step(tmp_path, layout):
     assert LocalStorage(tmp_path / "run" / "checkpoints").steps()[-1] == summary.stopped
 
 
-def test_sigterm_of_one_process_exits_as_is_usual(tmp_path):
+def test_sigterm_of_one_process_exits_with_143(tmp_path):
     path = tmp_path / "run"
     words = [word for text in settings(tmp_path, steps=5000) for word in ("--set", text)]
     thread = terminated(path, 5)
@@ -285,7 +285,7 @@ def test_a_signal_to_every_process_of_a_run(tmp_path, number):
     assert len(records(path, "stopped")) == (number == signal.SIGTERM)
 
 
-def test_a_restart_does_not_wait_for_the_claim_of_a_machine_that_is_gone(tmp_path, monkeypatch):
+def test_a_restart_does_not_wait_for_the_lock_of_a_lost_machine(tmp_path, monkeypatch):
     """A disk that machines share may keep it long after them."""
     asked = config(tmp_path, "dp=1", steps=2)
     path = Path(train_on_rank(asked, True).run)

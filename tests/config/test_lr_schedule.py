@@ -16,14 +16,14 @@ def test_warm_up_is_linear_and_peaks_at_its_end():
     assert [lr_factor(step, 100, schedule) for step in range(6)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
 
 
-def test_cosine_ends_at_the_final_share():
+def test_cosine_ends_at_the_final_fraction():
     schedule = ScheduleConfig(name="cosine", warmup=10, final=0.1)
     assert lr_factor(10, 111, schedule) == 1.0
     assert lr_factor(60, 111, schedule) == pytest.approx(0.55)
     assert lr_factor(110, 111, schedule) == pytest.approx(0.1)
 
 
-def test_wsd_is_flat_then_linear():
+def test_wsd_is_constant_then_linear():
     schedule = ScheduleConfig(name="wsd", warmup=0, final=0.0, decay=0.2)
     values = [lr_factor(step, 100, schedule) for step in range(100)]
     assert set(values[:80]) == {1.0}
@@ -36,7 +36,7 @@ def test_learning_rate_scales_the_peak():
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_run_shorter_than_its_warm_up_ends_on_the_way_up(name):
+def test_a_run_shorter_than_its_warm_up_ends_before_the_peak(name):
     schedule = ScheduleConfig(name=name, warmup=1000, decay=0.0)
     values = [lr_factor(step, 5, schedule) for step in range(5)]
     assert values == sorted(values)
@@ -50,7 +50,7 @@ def test_a_run_shorter_than_its_warm_up_ends_on_the_way_up(name):
     final=st.floats(0, 1),
     decay=st.floats(0, 1),
 )
-def test_every_step_has_a_share_that_falls_only_after_the_warm_up(name, warmup, total, final, decay):
+def test_the_factor_falls_only_after_the_warm_up(name, warmup, total, final, decay):
     schedule = ScheduleConfig(name=name, warmup=warmup, final=final, decay=decay)
     values = [lr_factor(step, total, schedule) for step in range(total + 5)]
     assert all(0 <= value <= 1 for value in values)

@@ -64,12 +64,12 @@ def test_as_many_ranks_as_the_layout_names(layout, procs):
     assert start_training.default_procs(Config(layout=layout, device="cpu")) == procs
 
 
-def test_too_many_settings_for_a_configuration_are_not_lost():
+def test_settings_beside_a_config_are_refused():
     with pytest.raises(ValueError, match=r"use dataclasses\.replace"):
         start_training.build_config(Config(), {"steps": 3}, None)
 
 
-def test_the_name_train_is_a_function_whatever_was_imported_first():
+def test_train_is_a_function_after_any_import():
     code = "import echelon.config.run_config, echelon as ec; ec.Config; ec.train('nope')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert "ValidationError: model=nope is an unknown model size" in done.stderr

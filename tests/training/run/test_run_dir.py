@@ -45,7 +45,7 @@ def test_a_run_that_exists_is_never_overwritten(here):
     assert [Run.open(path).config.seed for path in paths] == [0, 1, 2]
 
 
-def test_a_folder_with_other_things_in_it_is_left_alone(here):
+def test_a_folder_with_other_files_is_not_used(here):
     (here / "mine").mkdir()
     (here / "mine" / "thesis.txt").write_text("do not lose me")
     (here / "empty").mkdir()
@@ -53,7 +53,7 @@ def test_a_folder_with_other_things_in_it_is_left_alone(here):
     assert Run.create(Config(run="empty"), PLAN).path == Path("empty")
 
 
-def test_numbers_that_json_lacks_stay_readable(here):
+def test_nan_and_inf_are_logged_as_texts(here):
     with Run.create(Config(run="r"), PLAN) as run:
         run.log("step", loss=math.nan, norm=math.inf, deep={"values": [1.0, -math.inf]})
     (line,) = (here / "r" / "log.jsonl").read_text().splitlines()
@@ -70,7 +70,7 @@ def test_every_line_is_on_disk_as_soon_as_it_is_logged(here):
     run.close()
 
 
-def test_text_of_any_kind_can_be_logged(here):
+def test_any_unicode_text_can_be_logged(here):
     with Run.create(Config(run="r"), PLAN) as run:
         run.log("sample", text="line\nbreak \x00 \u2603 \U0001f600 \udc80")
     (record,) = run.records()

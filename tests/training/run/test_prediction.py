@@ -33,7 +33,7 @@ def config(tokens, folder, **changes):
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "pp=2,accumulate=2", "tp=2"])
-def test_predicted_and_measured_are_kept(pool, tokens, tmp_path, layout):
+def test_predicted_and_measured_step_times_are_written(pool, tokens, tmp_path, layout):
     summary, _ = pool.run(train_on_rank, 2, config(tokens, tmp_path, layout=layout), True)
     run = Run.open(summary.run)
     before = run.plan["predicted"]
@@ -47,7 +47,7 @@ def test_predicted_and_measured_are_kept(pool, tokens, tmp_path, layout):
     assert read_correction(summary.run) == measured["step_s"] / before["step_s"]
 
 
-def test_what_is_not_priced_is_left_out_with_a_reason(pool, tokens, tmp_path):
+def test_a_run_that_is_not_priced_has_a_reason(pool, tokens, tmp_path):
     summary, _ = pool.run(train_on_rank, 2, config(tokens, tmp_path, layout="dp=2", dtype="float64"), True)
     run = Run.open(summary.run)
     assert run.plan["predicted"] == {"reason": "the planner does not price float64 GEMMs"}
@@ -75,7 +75,7 @@ def test_a_planner_that_fails_does_not_fail_the_run(tokens, tmp_path, monkeypatc
         ([], "fp32", 4, "echelon"),
     ],
 )
-def test_the_types_of_a_run_are_priced(monkeypatch, settings, precision, moment_bytes, program):
+def test_the_dtypes_of_a_run_are_priced(monkeypatch, settings, precision, moment_bytes, program):
     asked = []
 
     def keep(case):
@@ -94,7 +94,7 @@ def test_the_types_of_a_run_are_priced(monkeypatch, settings, precision, moment_
     assert case.layout == layout
 
 
-def test_the_end_of_a_run_says_both(tokens, tmp_path, capsys):
+def test_the_summary_has_predicted_and_measured_step_time(tokens, tmp_path, capsys):
     train_on_rank(config(tokens, tmp_path))
     line = next(line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("step: "))
     assert "predicted " in line

@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.training.test_elastic import are_equal, config, records
 
 from echelon.layout import Layout
 from echelon.training.loop import train_on_rank
-from tests.training.test_elastic import are_equal, config, records
 
 PATIENCE = 100.0
 """seconds: the machine may have much else to do"""
@@ -53,7 +53,7 @@ def ended(process: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.mark.soak
-def test_a_machine_is_gone_for_good(pool, tmp_path):
+def test_the_run_continues_after_the_loss_of_a_machine(pool, tmp_path):
     (tmp_path / "one").mkdir()
     pool.run(train_on_rank, 4, config(tmp_path / "one", "dp=4", batch=4), True)
     asked = config(tmp_path, "dp=4", batch=4, **{"elastic.replan": "true"})

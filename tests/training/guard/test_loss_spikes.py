@@ -80,7 +80,7 @@ def records(run: str | Path, kind: str) -> list[dict[str, object]]:
 # -- which batch ------------------------------------------------------------------------------------------------------
 
 
-def test_a_step_has_the_nth_batch_that_is_not_skipped():
+def test_step_n_has_the_nth_batch_that_is_not_skipped():
     assert [BatchIndex().batch_of_step(step) for step in (1, 2, 3)] == [1, 2, 3]
     assert [BatchIndex([4, 1, 2]).batch_of_step(step) for step in (1, 2, 3)] == [3, 5, 6]
     batches = BatchIndex()
@@ -98,7 +98,7 @@ def test_batches_may_be_added_until_they_have_been_trained_on():
         BatchIndex([8]).restore([4], completed_steps=7)
 
 
-def test_masks_are_the_steps_and_tokens_the_batchs(tmp_path):
+def test_dropout_masks_follow_the_step_and_tokens_the_batch(tmp_path):
     task = LanguageModelTask(config(tmp_path, "dp=1"))
     engine: Any = SimpleNamespace(row_ranges=lambda batch: iter([range(batch)]))
     (own,), (other,) = list(task.microbatches(engine, 5)), list(task.microbatches(engine, 3, 5))
@@ -115,7 +115,7 @@ def told(values, **changes):
     return spikes, [spikes.observe(step, StepResult.from_values(value, 1, 1.0)) for step, value in enumerate(values, 1)]
 
 
-def test_nothing_is_a_spike_before_the_window_is_full():
+def test_no_loss_is_a_spike_before_the_window_is_full():
     _, found = told([3.0, 2.9, 90.0, 2.8, 2.7])
     assert found == [None] * 5
     _, found = told([3.0, 2.9, 2.8, 2.7, 90.0])
@@ -134,13 +134,13 @@ def test_ripples_of_a_flat_curve_are_no_spikes():
     assert [spike.first for spike in found if spike] == [7]
 
 
-def test_falling_and_updating_nothing_are_no_spikes():
+def test_falling_losses_and_skipped_steps_are_no_spikes():
     spikes, found = told([9.0, 8.0, 6.0, 5.0, 4.0, float("nan"), 3.0])
     assert found == [None] * 7
     assert list(spikes.recent_losses) == [6.0, 5.0, 4.0, 3.0]
 
 
-def test_a_resumed_history_is_the_same():
+def test_the_loss_history_is_restored_on_resume():
     spikes, _ = told([3.0, 2.9, 2.8, 2.7])
     other = SpikeDetector(spikes.config)
     other.load_state_dict(json.loads(json.dumps(spikes.state_dict())))
@@ -159,7 +159,7 @@ def test_a_resumed_history_is_the_same():
     [("dp=2,zero=1", AT, 2), ("pp=2,accumulate=2", AT, 2), (LATE, AT, 3), (LATE, 9, 3)],
     ids=["dp", "pp", "told later", "and saved"],
 )
-def test_the_run_is_the_one_that_never_saw_the_batch(pool, tmp_path, layout, at, lost):
+def test_a_rolled_back_run_equals_one_that_never_saw_the_batch(pool, tmp_path, layout, at, lost):
     """Where steps are told one later, the one behind the spike is lost too; not where a checkpoint is due, which is not
     written before the spike is known."""
     changes = {"spike.window": 7, "spike.factor": 1, **({"tied": "false"} if layout == LATE else {})}
@@ -178,7 +178,7 @@ def test_the_run_is_the_one_that_never_saw_the_batch(pool, tmp_path, layout, at,
 
 
 @pytest.mark.parametrize("layout", ["dp=2,zero=1", "tp=2"])
-def test_killed_behind_the_rollback_and_resumed(pool, tmp_path, layout):
+def test_a_run_killed_after_a_rollback_resumes(pool, tmp_path, layout):
     """The batch is fine when it is looked at again: only the checkpoint knows that it was skipped."""
     asked = config(tmp_path, "dp=2,zero=1", "struck")
     with pytest.raises(RankError):
@@ -193,7 +193,7 @@ def test_killed_behind_the_rollback_and_resumed(pool, tmp_path, layout):
         assert end_of(run) == end_of(never["run"])
 
 
-def test_several_batches_at_once_and_an_end(tmp_path):
+def test_several_batches_are_skipped_and_rollbacks_are_limited(tmp_path):
     asked = config(tmp_path, "dp=1", **{"spike.skip": 3, "spike.rollbacks": 1})
     with pytest.raises(ValueError, match=r"loss .* of step 11 is a spike .*gone back 1 time\(s\) already"):
         train(asked, (f"spike:step={AT}", "spike:step=11"))
@@ -209,7 +209,7 @@ def test_a_warning_changes_nothing(tmp_path):
     assert losses(warned["run"]) == losses(train(plain, (f"spike:step={AT}",))["run"])
 
 
-def test_steps_that_are_not_finite_are_one_spike(tmp_path, monkeypatch):
+def test_nonfinite_steps_count_as_one_spike(tmp_path, monkeypatch):
     """Three in a row end a run that cannot go back. This one skips their batches, and the weights are well again."""
     asked = config(tmp_path, "dp=1", **{"precision.skips": 3})
     run, attempts = Engine.step_microbatches, []
@@ -230,7 +230,7 @@ def test_steps_that_are_not_finite_are_one_spike(tmp_path, monkeypatch):
     assert end_of(tmp_path / "run") == end_of(never.run)
 
 
-def test_what_is_asked_for_must_be_possible(tmp_path):
+def test_rollback_requires_checkpoints(tmp_path):
     with pytest.raises(ValidationError, match="has no checkpoint to go back to"):
         config(tmp_path, "dp=1", **{"checkpoint.every": 0, "checkpoint.keep": 2})
     with pytest.raises(ValidationError, match=r"spike.skip=2 has no effect with spike.action=warn"):

@@ -26,7 +26,7 @@ from echelon.verification.verify_case import VerifyCase
 MODEL = replace(model_config.find_model("moe-tiny"), layers=2)
 
 
-def test_a_step_without_a_target_leaves_the_bias_where_it_is() -> None:
+def test_a_step_without_targets_keeps_the_gate_bias() -> None:
     """It moved, though nothing was updated."""
     engine = Engine(
         models.build(replace(model_config.override_config(MODEL, gate="loss-free,speed=0.5"), layers=1), "meta")
@@ -40,7 +40,7 @@ def test_a_step_without_a_target_leaves_the_bias_where_it_is() -> None:
     assert float(bias.abs().max()) == 0.5
 
 
-def test_what_is_said_of_a_layer() -> None:
+def test_expert_load_of_a_layer() -> None:
     even = ExpertLoad.from_counts("a", [4, 4, 4, 4], 0)
     assert (even.most, even.dead, even.dropped) == (1.0, 0, 0)
     assert even.entropy == pytest.approx(1.0)
@@ -52,7 +52,7 @@ def test_what_is_said_of_a_layer() -> None:
     assert (nothing.most, nothing.entropy, nothing.dead) == (0.0, 1.0, 2)
 
 
-def test_what_is_said_of_all_layers() -> None:
+def test_load_balance_of_all_layers() -> None:
     loads = [
         ExpertLoad.from_counts("blocks.0.mlp", [8, 8, 0, 0], 0),
         ExpertLoad.from_counts("blocks.1.mlp", [9, 3, 2, 2], 5),
@@ -70,7 +70,7 @@ def test_what_is_said_of_all_layers() -> None:
     ]
 
 
-def test_counts_of_a_long_run_are_thinned_out() -> None:
+def test_expert_counts_of_a_long_run_are_logged_less_often() -> None:
     assert [sum(map(logs_counts, range(1, steps + 1))) for steps in (999, 9_999, 99_999)] == [999, 1899, 2799]
     assert set(ExpertLoad.from_counts("a", [1, 2], 3).record(with_counts=False)) == {
         *("layer", "most", "entropy", "dead", "dropped", "assigned")
@@ -85,7 +85,7 @@ def loads_of(text: str) -> list[ExpertLoad]:
     return engine.expert_loads.start_read()()
 
 
-def test_loads_are_those_of_the_whole_batch_on_every_rank(pool: RankPool) -> None:
+def test_expert_load_is_global_on_every_rank(pool: RankPool) -> None:
     alone = pool.run(loads_of, 1, "dp=1,microbatch=4")[0]
     assert [load.layer for load in alone] == ["blocks.0.mlp", "blocks.1.mlp"]
     assert sum(alone[0].counts) == 4 * 33 * 2
@@ -134,7 +134,7 @@ def loads_of_own(text: str) -> list[ExpertLoad]:
     return engine.expert_loads.start_read()()
 
 
-def test_stages_know_of_mixtures_elsewhere_in_a_module_of_ones_own(pool: RankPool) -> None:
+def test_stages_of_a_custom_model_know_moe_layers_of_other_stages(pool: RankPool) -> None:
     """A rank without a mixture waited for nobody, and those with one waited for it."""
     alone = pool.run(loads_of_own, 1, "dp=1,microbatch=4")[0]
     assert [(load.layer, len(load.counts), load.assigned) for load in alone] == [
@@ -158,7 +158,7 @@ def asynchronous_loads() -> list[list[ExpertLoad]]:
     return [ask() for ask in asked]
 
 
-def test_loads_of_an_asynchronous_schedule(pool: RankPool) -> None:
+def test_expert_load_of_an_asynchronous_schedule(pool: RankPool) -> None:
     """Stages are at different microbatches, but none is counted twice."""
     first, second = pool.run(asynchronous_loads, 2)
     assert first == second

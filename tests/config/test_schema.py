@@ -30,7 +30,7 @@ def test_a_dataclass_is_a_table_of_dotted_keys():
     assert table["inner.radius"].legal == "a number, > 0"
 
 
-def test_read_build_and_write_are_inverse():
+def test_parse_build_and_write_are_inverse():
     given = {"inner.radius": 2, "count": 3, "names": ["a", "b"]}
     values, faults = schema.parse_values(Outer, given)
     outer = schema.build(Outer, values)

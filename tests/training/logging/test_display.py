@@ -45,7 +45,7 @@ def without_controls(text):
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
 
-def test_a_file_gets_one_line_now_and_then():
+def test_a_file_gets_one_line_every_few_seconds():
     now = iter(range(100))
     out, display = plain(10, print_every_s=4.0, clock=lambda: float(next(now)))
     with display:
@@ -63,7 +63,7 @@ def test_lines_of_a_file_are_not_wrapped():
 
 
 @pytest.mark.parametrize("make", [plain, terminal])
-def test_every_derived_number_and_its_reason_is_shown(make):
+def test_every_setting_and_its_reason_is_printed(make):
     out, display = make()
     display.print_settings("gpt-tiny, dp=2", DERIVED)
     for word in ("gpt-tiny, dp=2", "microbatch", "12", "batch 24 over 2 ranks", "padding", "none"):
@@ -100,7 +100,7 @@ def test_a_narrow_terminal_breaks_between_figures():
     assert any(line.startswith("tokens/s") and "left" in line for line in lines)
 
 
-def test_experts_are_shown_where_there_are_some():
+def test_expert_load_is_shown_for_moe_models():
     out, display = plain()
     display.show_step(progress(1, experts=UNEVEN))
     figures = "max/mean 2.25 (blocks.11)  entropy 0.50 (blocks.0)  dead 2 of 8 (blocks.0)  dropped 15.6 % (blocks.11)"
@@ -138,7 +138,7 @@ def test_the_summary_shows_results_and_the_text_without_control_characters(make)
     assert "\x1b[2J" not in text
 
 
-def test_a_console_without_unicode_is_served():
+def test_a_console_without_unicode_gets_ascii():
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding="ascii")
     console = Console(file=file, width=110, force_terminal=True, color_system=None, _environ={"TERM": "xterm"})
@@ -187,7 +187,7 @@ def test_sparkline():
     assert len(sparkline(range(1000), 24)) == 24
 
 
-def test_history_keeps_a_long_run_in_bounded_room():
+def test_loss_history_has_bounded_memory():
     history = LossHistory(capacity=8)
     for value in range(1000):
         history.add(float(value))
@@ -196,7 +196,7 @@ def test_history_keeps_a_long_run_in_bounded_room():
     assert history.means[0] < 130
 
 
-def test_numbers_for_people():
+def test_number_formats():
     assert [format_count(v) for v in (999, 12_345, 1.5e6, math.nan)] == ["999", "12.3k", "1.5M", "-"]
     assert [format_bytes(v) for v in (2**20, 3 * 2**30)] == ["1 MiB", "3.00 GiB"]
     assert [format_duration(v) for v in (59.6, 3725, math.nan)] == ["1:00", "1:02:05", "-"]

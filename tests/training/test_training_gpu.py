@@ -56,11 +56,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return train(config(tmp_path_factory.mktemp("undisturbed")))
 
 
-def test_a_run_repeats_every_bit(tmp_path: Path, undisturbed: str) -> None:
+def test_a_run_is_bit_reproducible(tmp_path: Path, undisturbed: str) -> None:
     assert state(train(config(tmp_path))) == state(undisturbed)
 
 
-def test_killed_and_resumed(tmp_path: Path, undisturbed: str) -> None:
+def test_a_killed_run_resumes_bit_equal(tmp_path: Path, undisturbed: str) -> None:
     assert process(config(tmp_path), "--inject", "kill:rank=0,step=8") != 0
     run = tmp_path / "run"
     train(resumed_config(run, []), resume=str(run))
@@ -82,7 +82,7 @@ def test_sigterm_saves_and_stops(tmp_path: Path, undisturbed: str) -> None:
 
 
 @pytest.mark.parametrize("at", [8, 9])
-def test_back_behind_a_spike(tmp_path: Path, at: int) -> None:
+def test_a_spike_rolls_back(tmp_path: Path, at: int) -> None:
     changes = {"spike.action": "rollback", "spike.window": 7, "spike.factor": 1}
     struck = train(config(tmp_path, "struck", **changes), f"spike:step={at}")
     never = train(config(tmp_path, "never", **{"data.skip_batches": [at], **changes}))
@@ -95,7 +95,7 @@ LONG = {"replay.every": 2, "seq_len": 256, "batch": 2, "dropout": 0}
 """attention goes over several blocks, and its backward adds up in any order if it is let"""
 
 
-def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_detected(tmp_path: Path) -> None:
     struck = train(config(tmp_path, **LONG), "flip:rank=0,step=4,layer=blocks.1")
     (one,) = records(struck, "corruption")
     (began,) = one["began"]
@@ -104,6 +104,6 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tolerance", [0, 1e-2])
 @pytest.mark.parametrize("model", ["llama-tiny", "gpt-tiny", "moe-tiny"])
-def test_nothing_is_found_where_nothing_is(tmp_path: Path, model: str, tolerance: float) -> None:
+def test_the_replay_check_has_no_false_positives(tmp_path: Path, model: str, tolerance: float) -> None:
     """Also of gradients that are 0 but for rounding."""
     assert not records(train(config(tmp_path, model=model, **LONG, **{"replay.tolerance": tolerance})), "corruption")

@@ -24,7 +24,7 @@ def rows_on(layout, kv_heads=2):
     return rows_of(engine_of(tiny("llama", kv_heads=kv_heads), layout))
 
 
-def test_every_number_that_was_chosen_is_told_with_its_reason(pool):
+def test_every_setting_has_a_reason(pool):
     rows = pool.run(rows_on, 2, "dp=2,zero=2,microbatch=3,accumulate=2")[0]
     assert rows["layout"][0] == "dp=2,zero=2,microbatch=3,accumulate=2"
     assert rows["batch"] == ("12 sequences x 9 tokens", "dp 2 x microbatch 3 x accumulate 2")
@@ -37,7 +37,7 @@ def test_every_number_that_was_chosen_is_told_with_its_reason(pool):
     assert "vocabulary" not in rows, "nothing is padded without tensor parallelism"
 
 
-def test_what_a_budget_chose_and_what_segments_keep_is_told():
+def test_memory_budget_and_segments_are_reported():
     engine = engine_of(tiny(layers=4), "recompute=budget:0.0002GiB")
     assert rows_of(engine)["recompute"][1] == "chosen with the first microbatch"
     engine.rehearse_memory_budget(next(engine.microbatches(batch_of(tiny(), 4))))
@@ -49,14 +49,14 @@ def test_what_a_budget_chose_and_what_segments_keep_is_told():
     assert rows["recompute"] == ("segments of 3 layers", "2 inputs are saved of 4 layers on a rank")
 
 
-def test_padding_and_copies_of_tensor_parallelism_are_told(pool):
+def test_padding_and_kv_replicas_of_tp_are_reported(pool):
     rows = pool.run(rows_on, 4, "tp=4", 2)[0]
     assert rows["vocabulary"][0] == "257 padded to 260"
     assert rows["sequence"][0] == "9 padded to 12"
     assert rows["key-value heads"][0] == "2, each on 2 ranks"
 
 
-def test_a_grids_share_and_its_padding_are_told(pool):
+def test_tp_grid_shapes_and_padding_are_reported(pool):
     rows = pool.run(rows_on, 4, "tp=4,tp_kind=2d,microbatch=3", 1)[0]
     assert rows["grid"] == (
         "1 x 2 x 2 ranks, 2 sequence(s) and 8 columns on each",
@@ -67,7 +67,7 @@ def test_a_grids_share_and_its_padding_are_told(pool):
     assert pool.run(rows_on, 8, "tp=8,tp_kind=3d", 2)[0]["vocabulary"][0] == "257 padded to 260"
 
 
-def test_a_module_of_ones_own_has_no_tokens_and_no_known_traffic():
+def test_a_custom_model_has_no_tokens_and_no_known_traffic():
     class Own(nn.Module):
         def __init__(self):
             super().__init__()
@@ -82,7 +82,7 @@ def test_a_module_of_ones_own_has_no_tokens_and_no_known_traffic():
     assert rows_of(engine)["batch"][0] == "4 sequences"
 
 
-def test_what_an_optimizer_chose_is_told():
+def test_optimizer_defaults_are_reported():
     def told(**changes):
         return rows_of(engine_of(tiny("llama"), "dp=1", optimizer=OptimizerConfig(**changes)))
 
@@ -97,7 +97,7 @@ def test_what_an_optimizer_chose_is_told():
     assert told(states="int8")["moments"][1].startswith("256 elements share a scale")
 
 
-def test_what_lives_off_the_device_and_what_will_cross_is_told():
+def test_offloaded_states_and_transfers_are_reported():
     rows = rows_on("accumulate=2,offload=params+activations+disk")
     assert rows["offload"][0].startswith("5 of 5 parameter groups: ")
     assert "on the host and" in rows["offload"][0]

@@ -12,7 +12,7 @@ from echelon.training.grad_norm import clip_factor, gradient_slices
 @pytest.mark.parametrize(
     ("norm", "limit", "factor"), [(4.0, 1.0, 0.25), (0.5, 1.0, 1.0), (4.0, 0.0, 1.0), (0.0, 1.0, 1.0)]
 )
-def test_the_factor_never_enlarges(norm, limit, factor):
+def test_clipping_never_enlarges_gradients(norm, limit, factor):
     assert float(clip_factor(torch.tensor(norm), limit)) == pytest.approx(factor, rel=1e-5)
 
 
@@ -22,7 +22,7 @@ def owned():
     return sum(len(part.group.grad[part.span]) for part in parts if part.is_counted)
 
 
-def test_all_ranks_together_own_every_parameter_once(pool):
+def test_every_parameter_is_counted_once_over_all_ranks(pool):
     assert sum(pool.run(owned, 8)) == tiny("llama", kv_heads=1).parameters
 
 
@@ -34,7 +34,7 @@ def not_finite(value):
     return float(engine.grad_norm()), float(engine.grad_norm(math.inf))
 
 
-def test_one_bad_element_on_one_rank_is_seen_by_all(pool):
+def test_one_nan_on_one_rank_makes_the_norm_nan_on_all(pool):
     for two, largest in pool.run(not_finite, 2, math.inf):
         assert math.isinf(two)
         assert math.isinf(largest)
@@ -51,7 +51,7 @@ def copy_not_finite():
     return float(engine.grad_norm()), piece.is_owner
 
 
-def test_a_bad_element_of_a_copy_that_nobody_counts_is_seen_by_all(pool):
+def test_a_nan_in_an_uncounted_replica_makes_the_norm_nan_on_all(pool):
     assert [(math.isfinite(norm), owner) for norm, owner in pool.run(copy_not_finite, 2)] == [
         (False, True),
         (False, False),

@@ -24,7 +24,7 @@ def truth(pool):
 
 
 @pytest.mark.parametrize("layout", ["dp=2,zero=1", "dp=2,zero=3", "tp=2", "dp=2,tp=2,zero=3"])
-def test_every_layout_writes_the_same_text_and_trains_on(pool, truth, layout):
+def test_every_layout_generates_the_same_text(pool, truth, layout):
     for found, again, training, loss in pool.run(written, Layout.parse(layout).world, layout, "def ", 12):
         assert found == again == truth[0]
         assert training
@@ -37,6 +37,6 @@ def test_the_prompt_is_not_repeated(truth):
 
 
 @pytest.mark.parametrize("prompt", ["", "a prompt that is longer than the model's thirty-two positions"])
-def test_any_prompt_will_do(pool, prompt):
+def test_any_prompt_is_accepted(pool, prompt):
     ((found, *_),) = pool.run(written, 1, "dp=1", prompt, 4)
     assert isinstance(found, str)

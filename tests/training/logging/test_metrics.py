@@ -7,7 +7,7 @@ from echelon.training.logging import metrics
 CPU = torch.device("cpu")
 
 
-def test_mfu_is_the_share_of_the_peak_that_the_mathematics_needs():
+def test_mfu_counts_required_flops():
     # 1B on one H200: 6 FLOPs for each of 1e9 parameters, 60,000 tokens/s.
     assert metrics.mfu(6e9, 60_000, 989.5e12) == pytest.approx(0.3638, abs=1e-4)
 
@@ -20,7 +20,7 @@ def test_hfu_equals_mfu_without_recomputation_and_adds_a_forward_of_the_blocks_w
     assert metrics.hfu(flops, speed, peak, recomputed=full) == pytest.approx(metrics.mfu(flops + 2e9, speed, peak))
 
 
-def test_attention_alone_may_be_repeated():
+def test_selective_recomputation_counts_attention_only():
     assert metrics.recomputed_flops(RecomputeWork(attention=1.0), 6e9, 3e9) == 1e9
     assert metrics.recomputed_flops(RecomputeWork(forward=0.5, attention=0.25), 6e9, 3e9) == 1.25e9
 
@@ -50,13 +50,13 @@ def test_an_unknown_device_has_no_known_peak():
     assert metrics.known_peak("Some Future Card 9000") is None
 
 
-def test_the_peak_of_a_cpu_is_measured_and_says_so():
+def test_the_peak_of_a_cpu_is_measured():
     peak = metrics.peak_flops(CPU)
     assert 1e8 < peak.flops < 1e15
     assert "measured here: float32" in peak.source
 
 
-def test_peak_memory_of_a_process_grows_with_what_it_holds():
+def test_peak_memory_grows_with_allocations():
     before = metrics.peak_memory(CPU)
     held = torch.ones(before // 4 + 10_000_000, dtype=torch.float32)
     assert held.nbytes > before

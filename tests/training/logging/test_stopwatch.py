@@ -40,7 +40,7 @@ def test_steps_that_overlap(clock: list[float]) -> None:
     assert watch.end() == 1.0
 
 
-def test_steps_that_are_waited_for_together_share_their_time(clock: list[float]) -> None:
+def test_steps_that_end_together_share_their_time(clock: list[float]) -> None:
     watch = StepStopwatch()
     for _ in range(2):
         watch.begin()
