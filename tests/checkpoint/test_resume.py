@@ -144,7 +144,7 @@ def test_missing_optimizer_states(undisturbed):
     with pytest.raises(ValidationError) as caught:
         resumed_config(Path(told["run"]), ["optimizer.name=lion"])
     (fault,) = caught.value.issues
-    assert str(fault) == 'optimizer.name="lion" cannot change while a run goes on; legal: "adamw", or a new run'
+    assert str(fault) == 'optimizer.name="lion" cannot change when a run resumes; legal: "adamw", or a new run'
     assert resumed_config(Path(told["run"]), ['optimizer.name="adamw"', "optimizer.states=float32"])
 
 
@@ -165,7 +165,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_anew(pool, tmp_path):
     pool.run(train, 1, asked)
     run = tmp_path / "run"
     (run / "checkpoints").rename(tmp_path / "elsewhere")
-    with pytest.raises(RankError, match=r"has written checkpoints .*step-00000002.*none is there now.*mount their"):
+    with pytest.raises(RankError, match=r"has written checkpoints .*step-00000002.*none exists now.*mount their"):
         pool.run(train, 1, resumed_config(run, ["steps=4"]), str(run))
     again = resumed_config(run, ["steps=4", f"checkpoint.path={tmp_path / 'elsewhere'}"])
     pool.run(train, 1, again, str(run))

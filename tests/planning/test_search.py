@@ -247,7 +247,7 @@ def test_train_takes_the_planners_layout(tmp_path):
     assert with_planned_layout(config, str(file), 2)[0] == replace(config, layout="dp=2,zero=1")
     with pytest.raises(ec.ValidationError, match="cannot be read"):
         with_planned_layout(config, str(tmp_path / "none.json"), 2)
-    with pytest.raises(ec.ValidationError, match="leaves nothing to choose"):
+    with pytest.raises(ec.ValidationError, match="is incompatible with layout"):
         with_planned_layout(Config.load(None, ["layout=dp=2"]), "auto", 2)
 
 

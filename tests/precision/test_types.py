@@ -66,15 +66,18 @@ def test_settings_become_a_loss_scale(settings, scale):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (("precision.master=none",), "needs 16-bit weights"),
+        (("precision.master=none",), "requires bfloat16 weights"),
         (("dtype=float16", "precision.master=none"), "requires bfloat16 weights with stochastic rounding"),
         (("precision.loss_scale=0",), "is out of range"),
         (("precision.loss_scale=dynamyc",), 'did you mean "dynamic"?'),
         (("precision.loss_scale=true",), "is not a number"),
         (("precision.keep_fp32=*norm*",), "has no effect with dtype=float32"),
         (("precision.scale_every=5",), "has no effect with precision.loss_scale=auto"),
-        (("dtype=float16", "layout=pp=2,accumulate=2,schedule=2bw"), "stages that cannot agree on a scale"),
-        (("dtype=float16", "precision.compute=fp8"), "needs dtype=bfloat16"),
+        (
+            ("dtype=float16", "layout=pp=2,accumulate=2,schedule=2bw"),
+            "incompatible with stages that update independently",
+        ),
+        (("dtype=float16", "precision.compute=fp8"), "requires dtype=bfloat16"),
         (("dtype=bfloat16", "precision.master=none", "layout=offload=optimizer"), "keeps master weights on the host"),
     ],
 )

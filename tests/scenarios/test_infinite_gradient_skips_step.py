@@ -175,7 +175,7 @@ def test_a_fixed_scale_is_divided_out_of_asynchronous_updates(pool, layout):
 
 
 def test_a_dynamic_scale_is_refused_where_stages_cannot_agree_on_it(pool):
-    with pytest.raises(Exception, match="could not agree on a loss scale; give a fixed one"):
+    with pytest.raises(Exception, match="cannot agree on a dynamic loss scale; use a fixed one"):
         pool.run(steps_of, 2, "pp=2,accumulate=2,schedule=2bw", DOWN, {})
 
 

@@ -195,7 +195,7 @@ def test_a_run_killed_after_a_rollback_resumes(pool, tmp_path, layout):
 
 def test_several_batches_are_skipped_and_rollbacks_are_limited(tmp_path):
     asked = config(tmp_path, "dp=1", **{"spike.skip": 3, "spike.rollbacks": 1})
-    with pytest.raises(ValueError, match=r"loss .* of step 11 is a spike .*gone back 1 time\(s\) already"):
+    with pytest.raises(ValueError, match=r"loss .* of step 11 is a spike .*rolled back 1 time\(s\) already"):
         train(asked, (f"spike:step={AT}", "spike:step=11"))
     (back,) = records(tmp_path / "run", "rollback")
     assert back["skipped_batches"] == [8, 9, 10]
@@ -231,7 +231,7 @@ def test_nonfinite_steps_count_as_one_spike(tmp_path, monkeypatch):
 
 
 def test_rollback_requires_checkpoints(tmp_path):
-    with pytest.raises(ValidationError, match="has no checkpoint to go back to"):
+    with pytest.raises(ValidationError, match="has no checkpoint to roll back to"):
         config(tmp_path, "dp=1", **{"checkpoint.every": 0, "checkpoint.keep": 2})
     with pytest.raises(ValidationError, match=r"spike.skip=2 has no effect with spike.action=warn"):
         config(tmp_path, "dp=1", **{"spike.action": "warn", "spike.skip": 2})

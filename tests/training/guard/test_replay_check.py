@@ -228,9 +228,9 @@ def test_only_bit_equality_on_a_gpu_needs_deterministic_kernels():
 
 
 def test_steps_that_cannot_be_replayed_are_refused(tmp_path):
-    with pytest.raises(ValidationError, match="cannot repeat a step whose updates come before its end"):
+    with pytest.raises(ValidationError, match="cannot replay a step that updates before its end"):
         config(tmp_path, "pp=2,schedule=2bw,accumulate=2", tied="false")
-    with pytest.raises(ValidationError, match="cannot repeat a step that updates in backward"):
+    with pytest.raises(ValidationError, match="cannot replay a step that updates in backward"):
         config(tmp_path, "", **{"optimizer.in_backward": "true", "clip": 0})
     for offload in ("optimizer", "params"):
         with pytest.raises(ValidationError, match=f"leave the device as they come .offload={offload}"):

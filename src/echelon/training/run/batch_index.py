@@ -37,7 +37,7 @@ class BatchIndex:
         if late:
             raise ValueError(
                 f"a batch that was trained on cannot be skipped (data.skip_batches: {', '.join(map(str, late))}; "
-                f"step {completed_steps} the next batch is {saved.batch_of_step(completed_steps + 1)}); "
+                f"after step {completed_steps} the next batch is {saved.batch_of_step(completed_steps + 1)}); "
                 "resume from an earlier checkpoint"
             )
         self.skip(saved.skipped)
