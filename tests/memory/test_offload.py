@@ -87,26 +87,26 @@ def counted(layout: str, share: float) -> tuple[dict[str, int], dict[str, int]]:
 
 @pytest.mark.parametrize("layout", STATES)
 @pytest.mark.parametrize("share", [1.0, 0.5])
-def test_gradients_and_parameters_cross_as_the_cost_says(layout: str, share: float) -> None:
+def test_copied_gradients_and_parameters_equal_the_cost(layout: str, share: float) -> None:
     moved, said = counted(layout, share)
     assert moved == said
     assert all(said.values())
 
 
 @pytest.mark.parametrize("layout", RANKS)
-def test_ranks_move_what_the_cost_says(pool: RankPool, layout: str) -> None:
+def test_traffic_of_ranks_equals_the_cost(pool: RankPool, layout: str) -> None:
     for moved, said in pool.run(counted, 2, layout, 0.5):
         assert moved == said
 
 
-def test_a_gradient_that_comes_once_a_step_crosses_in_its_own_type() -> None:
+def test_a_gradient_that_does_not_accumulate_is_copied_in_its_own_dtype() -> None:
     engine = scaled("offload=optimizer", ADAMW)
     size = sum(unit.numel for unit in engine.parallel.placement.param_groups)
     assert link_of(engine).bytes_moved == {(DOWN, "gradients"): 3 * 2 * size, (UP, "parameters"): 3 * 2 * size}
     assert engine.host_transfer_bytes() == {"gradients": 2 * size, "parameters": 2 * size}
 
 
-def test_paged_gradients_cross_in_their_own_type_and_add_up_in_the_masters() -> None:
+def test_paged_gradients_are_copied_in_their_dtype_and_accumulate_in_the_masters() -> None:
     engine = scaled("accumulate=2,offload=params", ADAMW)
     size = sum(unit.numel for unit in engine.parallel.placement.param_groups)
     assert engine.host_transfer_bytes()["gradients"] == 2 * 2 * size
@@ -116,7 +116,7 @@ def test_paged_gradients_cross_in_their_own_type_and_add_up_in_the_masters() -> 
     assert largest_error(whole(engine.parallel, "master"), truth) < 2e-3
 
 
-def test_states_are_held_where_the_cost_says(tmp_path: Path) -> None:
+def test_state_bytes_on_host_and_disk_equal_the_cost(tmp_path: Path) -> None:
     for layout, place in (("offload=optimizer", "host"), ("offload=params", "host"), ("offload=disk", "disk")):
         engine = stepped(engine_away(f"dp=1,accumulate=2,{layout}", disk_dir=str(tmp_path)), 1)
         engine.drain()
@@ -129,7 +129,10 @@ def test_states_are_held_where_the_cost_says(tmp_path: Path) -> None:
             assert said["disk"] == 2 * held
             assert not any(host.states.master.untyped_storage().nbytes() for host in hosts)
         held += sum(
-            tensor.nbytes for host in hosts for tensor in (host.grads.buffer, host.params.host_shard) if tensor is not None
+            tensor.nbytes
+            for host in hosts
+            for tensor in (host.grads.buffer, host.params.host_shard)
+            if tensor is not None
         )
         assert said["host"] == (held if place == "host" else 0)
 
@@ -140,7 +143,7 @@ def unit(name: str, numel: int, *, kept: bool = False) -> ParamGroupSpec:
     )
 
 
-def test_the_last_layers_leave_first_and_what_is_needed_at_once_leaves_last() -> None:
+def test_the_last_layers_are_offloaded_first_and_unsharded_groups_last() -> None:
     units = [unit("", 1, kept=True), unit("a", 10), unit("b", 10), unit("c", 10), unit("head", 9, kept=True)]
     assert offload_cost.choose_offloaded_units(units, 0.0) == frozenset()
     assert offload_cost.choose_offloaded_units(units, 0.25) == {"c"}
@@ -149,7 +152,7 @@ def test_the_last_layers_leave_first_and_what_is_needed_at_once_leaves_last() ->
     assert offload_cost.choose_offloaded_units(units, 1.0) == {"", "a", "b", "c", "head"}
 
 
-def test_as_few_leave_as_must() -> None:
+def test_the_minimum_share_is_offloaded() -> None:
     units = [unit(str(index), 10) for index in range(10)]
     assert offload_cost.min_offloaded_share(units, state_budget=1600, bytes_if_resident=16, bytes_if_offloaded=4) == 0.0
     assert offload_cost.min_offloaded_share(
@@ -158,7 +161,7 @@ def test_as_few_leave_as_must() -> None:
     assert offload_cost.min_offloaded_share(units, state_budget=100, bytes_if_resident=16, bytes_if_offloaded=4) == 1.0
 
 
-def test_what_a_plan_is_told_moves() -> None:
+def test_offload_traffic_for_plans() -> None:
     numbers = {
         "shard_params": 10.0,
         "activation_bytes": 7.0,
@@ -193,7 +196,7 @@ def trained(layout: str, share: float) -> dict[str, Tensor]:
         ("pp=2,accumulate=2", "optimizer+activations"),
     ],
 )
-def test_a_part_of_the_states_may_stay(pool: RankPool, layout: str, kind: str) -> None:
+def test_a_share_of_the_states_may_stay(pool: RankPool, layout: str, kind: str) -> None:
     truth = pool.run(trained, 2, layout, 0.0)[0]
     found = pool.run(trained, 2, f"{layout},offload={kind}", 0.5)[0]
     assert largest_error(found, truth) <= 1e-10
@@ -203,7 +206,7 @@ def test_a_part_of_the_states_may_stay(pool: RankPool, layout: str, kind: str) -
     ("layout", "kind"),
     [("dp=1", "optimizer"), ("dp=1,accumulate=2", "optimizer"), ("dp=1,accumulate=2", "params"), ("dp=1", "disk")],
 )
-def test_everybody_who_reads_sees_a_finished_update(layout: str, kind: str) -> None:
+def test_readers_wait_for_the_update(layout: str, kind: str) -> None:
     """Moments, master values, losses of an evaluation and logits, each right after a step."""
     plain, away = engine_away(layout), engine_away(f"{layout},offload={kind}")
     batch = batch_of(SHAPE, 4, seed=9)
@@ -226,7 +229,7 @@ def test_everybody_who_reads_sees_a_finished_update(layout: str, kind: str) -> N
         assert error(said[1], said[0]) <= 1e-10
 
 
-def test_a_step_without_a_target_changes_nothing() -> None:
+def test_a_step_without_targets_changes_nothing() -> None:
     engine = stepped(engine_away("offload=optimizer"), 1)
     before = {name: value.clone() for name, value in whole(engine.parallel, "master").items()}
     nothing = batch_of(SHAPE, 4)
@@ -236,7 +239,7 @@ def test_a_step_without_a_target_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("states", ["float32", "bfloat16"])
-def test_short_types_on_the_host_are_those_of_the_device(states: str) -> None:
+def test_low_precision_states_on_the_host_equal_the_devices(states: str) -> None:
     """float32 masters beside bfloat16 parameters: in two halves on the device, in one piece on the host."""
     rule = OptimizerConfig(lr=1e-2, states=states)
     found = [whole(scaled(layout, rule).parallel, "master") for layout in ("dp=1", "dp=1,offload=optimizer")]
@@ -265,14 +268,14 @@ def short_sums(offload: str, steps: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["optimizer", "params"])
-def test_gradients_in_short_types_are_multiplied_in_the_masters(kind: str) -> None:
+def test_16_bit_gradients_are_scaled_in_the_masters_dtype(kind: str) -> None:
     """They were multiplied on the device, in their own type: nothing was left of them, and nothing was learnt."""
     found, truth, before = short_sums(kind, 1), short_sums("none", 1), short_sums("none", 0)
     assert largest_error(truth, before) > 1e-3
     assert largest_error(found, truth) < 1e-5  # `params` adds them up in float32
 
 
-def test_rooms_for_gradients_in_short_types_are_given_back() -> None:
+def test_buffers_of_16_bit_gradients_are_released() -> None:
     """One of them was lost with every unit, and the second step waited for ever."""
     done: list[dict[str, Tensor]] = []
     thread = threading.Thread(target=lambda: done.append(short_sums("optimizer", 4)), daemon=True)
@@ -306,7 +309,7 @@ def skipped(layout: str, folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["optimizer", "params", "params+disk"])
-def test_what_was_read_ahead_for_a_layer_that_was_not_called_is_not_used_later(tmp_path: Path, kind: str) -> None:
+def test_read_ahead_of_a_skipped_layer_is_not_used_later(tmp_path: Path, kind: str) -> None:
     """With `disk`, the next step computed with the values from before the update."""
     found, truth = skipped(f"offload={kind}", tmp_path), skipped("", tmp_path)
     assert largest_error(found, truth) <= 1e-10

@@ -41,7 +41,7 @@ def truth(layout: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_gpu_and_its_host_compute_what_the_gpu_does(kind: str, accumulate: int, recompute: str) -> None:
+def test_a_gpu_with_its_host_equals_the_gpu(kind: str, accumulate: int, recompute: str) -> None:
     layout = f"accumulate={accumulate},recompute={recompute}"
     for share in (1.0, 0.5):
         found = trained(f"{layout},offload={kind}", None if kind == "activations" else share)

@@ -24,7 +24,7 @@ def by_hand(start: float, every: int, steps: list[str]) -> list[tuple[float, int
 
 
 @pytest.mark.parametrize(("start", "every"), [(65536.0, 3), (1.0, 1), (2.0**23, 2), (2.0**-23, 4)])
-def test_the_scale_follows_its_rule(start, every):
+def test_the_loss_scale_follows_its_rule(start, every):
     steps = random.Random(every).choices(["good", "bad", "no target"], [5, 2, 1], k=200)
     scaling = LossScaler(LossScale.dynamic(start=start, every=every), torch.device("cpu"))
     found = []
@@ -41,12 +41,12 @@ def test_a_fixed_scale_stays():
 
 
 @pytest.mark.parametrize(("start", "every"), [(0.0, 0), (-1.0, 3), (float("inf"), 0), (float("nan"), 0), (1.0, -1)])
-def test_a_scale_that_is_none_is_refused(start, every):
+def test_an_invalid_loss_scale_is_refused(start, every):
     with pytest.raises(ValueError, match="a loss scale must be positive"):
         LossScale(start=start, every=every)
 
 
-def test_it_tells_what_it_is():
+def test_a_loss_scale_prints_its_settings():
     assert [str(scale) for scale in (LossScale(), LossScale(start=1024), LossScale.dynamic())] == [
         "none",
         "1024, fixed",
