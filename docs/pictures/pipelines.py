@@ -114,7 +114,8 @@ def cut_model() -> str:
                 c.box(x + number * 72 + 1, y, 68, 38, link, colour, size=12)
             x += wide + 6
     c.text(24, 58, "A model is a sequence of layers. It is split between two of them, balanced by cost.", colour=FAINT)
-    c.text(
+    text = "The output of a layer is sent to the next stage. zb-v places its stages in a V."
+    c.text(24, 238, text, size=12, colour=FAINT)
         24,
         238,
         "The output of a layer is sent to the next stage. zb-v places its stages in a V.",

@@ -9,7 +9,7 @@ from shapes import schedules
 
 from echelon.pipeline.actions import COMPUTE, Action, ActionKind
 from echelon.pipeline.lower import lower
-from echelon.pipeline.schedule import Schedule, freeze_actions, looped_placement, v_placement
+from echelon.pipeline.schedule import Schedule, looped_placement, v_placement
 from echelon.pipeline.schedules import make_schedule
 from echelon.pipeline.simulate import UNIT, Durations, simulate
 
@@ -20,7 +20,7 @@ def by_hand(*lists, homes=None, name="by hand"):
         name=name,
         rank_of_stage=homes or looped_placement(len(lists)),
         microbatches=2,
-        rank_actions=freeze_actions(actions),
+        rank_actions=tuple(map(tuple, actions)),
     )
 
 

@@ -11,7 +11,6 @@ With d ranks and v chunks each, the d * v stages loop over the ranks (interleave
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from echelon.pipeline.actions import Action
@@ -63,7 +62,3 @@ class Schedule:
             f"rank {rank}, stages {' '.join(map(str, self.stages_on(rank)))}: {' '.join(map(str, actions))}\n"
             for rank, actions in enumerate(self.rank_actions)
         )
-
-
-def freeze_actions(lists: Iterable[Sequence[Action]]) -> RankActions:
-    return tuple(tuple(actions) for actions in lists)
