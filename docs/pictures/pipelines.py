@@ -116,10 +116,4 @@ def cut_model() -> str:
     c.text(24, 58, "A model is a sequence of layers. It is split between two of them, balanced by cost.", colour=FAINT)
     text = "The output of a layer is sent to the next stage. zb-v places its stages in a V."
     c.text(24, 238, text, size=12, colour=FAINT)
-        24,
-        238,
-        "The output of a layer is sent to the next stage. zb-v places its stages in a V.",
-        size=12,
-        colour=FAINT,
-    )
     return c.finish()

@@ -39,13 +39,13 @@ def test_a_gpu_with_peers(packages):
     assert {(request.device, request.peer_folder) for request in found.measurements} == {("cuda", packages)}
 
 
-def test_a_processor_has_one_small_shape(packages):
+def test_a_cpu_has_one_small_shape(packages):
     found = plan_measurements(BenchOptions(peers=packages), CPU)
     assert who(found) == [("tiny", "fp32", "echelon", "none"), ("tiny", "fp32", "transformers", "none")]
     assert found.left_out == {"torchtitan": "its recipe runs on CUDA only"}
 
 
-def test_peers_that_are_not_there_are_named(packages):
+def test_missing_peers_are_listed(packages):
     found = plan_measurements(BenchOptions(shapes="1b"), H200)
     assert [one[2] for one in who(found)] == ["echelon", "echelon"]
     assert found.left_out == {
@@ -71,7 +71,7 @@ def test_shapes_that_cannot_fit_are_left_out_unless_asked_for(packages):
     assert "8b" in [one[0] for one in who(plan_measurements(BenchOptions(shapes="8b"), small))]
 
 
-def test_what_is_given_counts_for_all(packages):
+def test_options_apply_to_all_measurements(packages):
     options = BenchOptions(
         shapes="8b", batch=2, seq_len=512, recompute="none", states="bfloat16", steps=3, peers=packages
     )
@@ -81,19 +81,19 @@ def test_what_is_given_counts_for_all(packages):
     assert found[0].states == "bfloat16"
 
 
-def test_recomputation_that_only_we_have(packages):
+def test_recompute_options_that_peers_lack(packages):
     found = plan_measurements(
         BenchOptions(shapes="8b", precision="bf16", recompute="ops", against="torchtitan", peers=packages), H200
     )
     assert [one[2:] for one in who(found)] == [("echelon", "ops"), ("torchtitan", "full")]
 
 
-def test_both_ways_of_8_bits_have_one_peer(packages):
+def test_both_fp8_precisions_have_one_peer(packages):
     found = plan_measurements(BenchOptions(shapes="1b", precision="fp8,fp8-row", peers=packages), H200)
     assert [one[1:3] for one in who(found)] == [("fp8", "echelon"), ("fp8", "torchtitan"), ("fp8-row", "echelon")]
 
 
-def test_all_faults_at_once(tmp_path):
+def test_all_errors_are_reported_at_once(tmp_path):
     options = BenchOptions(
         only="step",
         out=tmp_path / "mine.txt",
@@ -128,7 +128,7 @@ def test_all_faults_at_once(tmp_path):
         ({"profile": "a.png"}, "does not end in .json or .svg"),
     ],
 )
-def test_what_does_not_go_together(options, words, tmp_path):
+def test_conflicting_options_are_rejected(options, words, tmp_path):
     paths = {key: tmp_path / options[key] for key in ("out", "profile") if key in options}
     with pytest.raises(ValidationError, match=words):
         check_options(BenchOptions(**{**options, **paths}))
@@ -147,6 +147,6 @@ def test_a_profile_needs_a_gpu(tmp_path):
     ]
 
 
-def test_8_bits_are_refused_where_there_are_none(packages):
+def test_fp8_is_rejected_on_devices_without_it(packages):
     with pytest.raises(ValidationError, match="is not supported by"):
         plan_measurements(BenchOptions(peers=packages, precision="bf16,fp8-row"), CPU)

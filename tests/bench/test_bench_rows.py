@@ -25,7 +25,7 @@ def rows(*pairs):
     return add_peer_ratios([make_row(request, one, PEAK.flops) for request, one in pairs])
 
 
-def test_shares_are_those_of_the_reference():
+def test_mfu_matches_the_reference_formula():
     (row,) = rows((OURS, found(0.465)))  # which another program called 58.6 %
     assert row.mfu == pytest.approx(0.586, abs=0.001)
     assert row.hfu == row.mfu

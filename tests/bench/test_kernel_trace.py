@@ -18,7 +18,7 @@ def test_only_what_runs_on_the_device_counts():
     assert kernel_spans(trace)[0].end == pytest.approx(15e-6)
 
 
-def test_shared_moments_are_divided_and_gaps_are_idle():
+def test_overlapping_kernels_share_time_and_gaps_are_idle():
     found = share_time(
         [
             KernelSpan(name="a", start=100.0, end=104.0),

@@ -38,12 +38,12 @@ def test_default_shapes_are_known_and_long_sequences_allowed():
 
 
 @pytest.mark.parametrize("name", REFERENCE)
-def test_the_fewest_bytes_are_those_of_another_count(name):
+def test_min_bytes_match_a_second_count(name):
     # Six in a hundred apart: the other count writes the products' weights beside their master copies.
     assert sum(min_bytes(of(name)).values()) / 4.2e12 == pytest.approx(BYTES[name], rel=0.06)
 
 
-def test_bytes_follow_types():
+def test_min_bytes_follow_dtypes():
     wide, narrow = min_bytes(of("1b")), min_bytes(of("1b", states="bfloat16"))
     assert narrow["optimizer"] == wide["optimizer"] * 18 / 26
     assert wide["casts and copies"] == 0
@@ -51,7 +51,7 @@ def test_bytes_follow_types():
     assert min_bytes(of("1b", precision="fp32"))["norm"] == 2 * wide["norm"]
 
 
-def test_a_request_travels_as_a_line():
+def test_a_measurement_round_trips_as_a_line():
     request = of("8b", recompute="full", device="cuda", peer_folder="a folder")
     assert Measurement.from_line(request.to_line()) == request
     assert str(request) == "8b, bf16, echelon"

@@ -67,7 +67,7 @@ def test_no_bar_or_number_leaves_the_picture(one):
     assert max(float(x) + float(w) for x, w in bars) <= width
 
 
-def test_a_table_names_what_it_does_not_know(one):
+def test_a_table_lists_unclassified_kernels(one):
     assert "a step takes 465.0 ms" in heading(one)
     made = breakdown_table(one)
     assert made.row_count == len(CATEGORIES) + 1

@@ -34,7 +34,7 @@ def test_a_step_is_measured_in_a_process_of_its_own():
     assert found["version"].startswith("echelon ")
 
 
-def test_a_failure_is_told_in_words(module):
+def test_a_failure_is_reported_with_its_reason(module):
     text = (
         "from echelon.bench.subprocess_bench import subprocess_main as main\ndef work(m, start):\n    {}\nmain(work)\n"
     )
@@ -63,7 +63,7 @@ def test_a_process_that_dies_or_hangs_is_a_result_too(module):
     }
 
 
-def test_what_a_peer_never_calls_may_be_absent(monkeypatch):
+def test_modules_that_a_peer_never_calls_may_be_missing(monkeypatch):
     names = ["no_such_package", "no_such_package.part", "json"]
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
     stub_missing_modules(names)
@@ -82,7 +82,7 @@ def test_what_a_peer_never_calls_may_be_absent(monkeypatch):
         _ = sys.modules["no_such_package"].__version__
 
 
-def test_out_of_memory_says_how_much_there_was(monkeypatch):
+def test_out_of_memory_reports_the_memory_in_use(monkeypatch):
     import torch
 
     device = type("Device", (), {"total_memory": 140 << 30})

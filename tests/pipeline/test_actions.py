@@ -33,17 +33,17 @@ def test_texts(text, action):
 
 
 @pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "2F-1", "2 F 0", "2f0", "2F0@", "2F0.", "2F0@1.2", "2FB0"])
-def test_what_is_no_action(text):
+def test_invalid_actions_are_rejected(text):
     with pytest.raises(ValueError, match="is not an action; write stage, kind and microbatch as in 2F0"):
         Action.parse(text)
 
 
-def test_every_kind_is_of_one_sort():
+def test_every_kind_is_in_one_set():
     sorts = (COMPUTE, SENDS, RECEIVES, VERSIONS)
     assert sum(len(sort) for sort in sorts) == len(frozenset().union(*sorts)) == len(ActionKind)
 
 
-def test_homes():
+def test_stage_placement():
     assert looped_placement(4, 2) == (0, 1, 2, 3, 0, 1, 2, 3)
     assert v_placement(4) == (0, 1, 2, 3, 3, 2, 1, 0)
 

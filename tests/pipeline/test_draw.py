@@ -68,7 +68,7 @@ def seen(colour, eyes):
 
 
 @pytest.mark.parametrize("eyes", EYES)
-def test_kinds_are_told_apart(eyes):
+def test_kinds_are_distinguishable_for_colour_blind_readers(eyes):
     shown = [*(look.colour for look in action_colours.ACTION_STYLES.values()), action_colours.IDLE_COLOUR]
     for one, other in itertools.combinations(shown, 2):
         assert math.dist(seen(one, eyes), seen(other, eyes)) > 18, (one, other)
@@ -105,7 +105,7 @@ def test_text_without_colour():
     assert not found.spans
 
 
-def test_letters_tell_kinds_and_chunks():
+def test_letters_show_kinds_and_chunks():
     lines = as_text(
         simulate(make_schedule("zb-v", 2, 3), Durations(update=2.0)), width=80, colour=False
     ).plain.splitlines()
@@ -150,7 +150,7 @@ def test_planned_stands_over_measured(both):
     assert len(lines[2]) == len(lines[7])
 
 
-def test_a_note_is_told():
+def test_a_note_is_shown():
     found = as_text(simulate(make_schedule("zb-v", 4, 2)), colour=False).plain
     assert found.splitlines()[-1].startswith("note: 2 microbatches")
 
@@ -182,7 +182,7 @@ def extent(text):
 
 @settings(max_examples=25, deadline=None)
 @given(schedules(), st.sampled_from([0.0, 0.3]), st.booleans())
-def test_no_text_of_an_svg_leaves_its_place(schedule, link, two):
+def test_svg_texts_stay_in_their_cells(schedule, link, two):
     durations = Durations(send_forward=link, update=link)
     root = ElementTree.fromstring(
         as_svg(simulate(lower(schedule), durations), measured(schedule, Durations(forward=1.3)) if two else None)
@@ -253,7 +253,7 @@ def data_of(page):
     return json.loads(line.removeprefix("const data = ").removesuffix(";").replace("<\\/", "</"))
 
 
-def test_a_page_has_all_it_needs(both):
+def test_a_page_holds_all_data(both):
     page = as_html(*both)
     assert "http" not in page
     assert not re.search(r"<(link|img|iframe)|src=|@import|url\(", page)

@@ -66,7 +66,7 @@ def test_a_profile_lists_every_layer_once():
         PipelineProfile(links=(link(),), source="guessed")
 
 
-def test_bad_json_is_refused():
+def test_invalid_json_is_rejected():
     good = json.loads(PipelineProfile(links=(link(),), source="measured").to_json())
     with pytest.raises(ValueError, match="a profile is not JSON"):
         PipelineProfile.from_json("{")

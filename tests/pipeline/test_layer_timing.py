@@ -57,7 +57,7 @@ def profile():
     return measure_profile(Uneven(), {"x": torch.ones(2, 4)}, device=CPU, dtype=torch.float32, repeats=2)
 
 
-def test_every_link_is_tried_once_and_the_slow_one_is_found():
+def test_every_layer_is_timed_and_the_slow_one_is_found():
     found = profile()
     assert found.names == tuple(f"layers.{i}" for i in range(4))
     assert found.source == "measured"
@@ -67,7 +67,7 @@ def test_every_link_is_tried_once_and_the_slow_one_is_found():
 
 
 @pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny"])
-def test_a_model_on_the_meta_device_is_tried_with_only_one_link_in_memory(name):
+def test_a_meta_model_is_timed_with_one_layer_in_memory(name):
     model = models.build(models.find_model(name), "meta")
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     found = measure_profile(model, {"tokens": tokens, "targets": tokens}, device=CPU, dtype=torch.float32, repeats=1)
@@ -82,7 +82,7 @@ def split_of_uneven():
     return split.blocks_per_stage, found.to_json()
 
 
-def test_all_ranks_cut_alike_and_the_slow_layer_is_alone(pool: RankPool):
+def test_all_ranks_split_alike_and_the_slow_layer_is_alone(pool: RankPool):
     first, second = pool.run(split_of_uneven, 2)
     assert first == second
     assert first[0] == (1, 3)
@@ -92,7 +92,7 @@ def wires():
     return measure_bandwidths((0, 1, 1, 0), (0, 1), 1000, CPU)
 
 
-def test_wires_are_tried_between_ranks_and_not_inside_one(pool: RankPool):
+def test_bandwidth_is_measured_between_ranks_only(pool: RankPool):
     first, second = pool.run(wires, 2)
     assert first == second
     assert first[1] == 1.0
@@ -104,7 +104,7 @@ def trained(profile, run):
     return train_on_rank(Config.load(None, [*settings, f"pipeline.profile={profile}", f"run={run}"]), quiet=True).loss
 
 
-def test_a_run_can_be_cut_by_a_profile_and_leaves_it(pool: RankPool, tmp_path):
+def test_a_run_can_be_split_by_a_profile_and_writes_it(pool: RankPool, tmp_path):
     measured = pool.run(trained, 2, "measure", str(tmp_path / "one"))[0]
     left = tmp_path / "one" / "profile.json"
     assert PipelineProfile.from_json(left.read_text()).source == "measured"
@@ -112,7 +112,7 @@ def test_a_run_can_be_cut_by_a_profile_and_leaves_it(pool: RankPool, tmp_path):
     assert measured == pytest.approx(given, rel=1e-5)
 
 
-def test_a_profile_that_cannot_be_used_is_refused_before_anything_starts(tmp_path):
+def test_an_unusable_profile_is_rejected_before_the_run_starts(tmp_path):
     file = tmp_path / "profile.json"
     file.write_text("{}")
     with pytest.raises(ec.ValidationError, match="cannot be read"):
@@ -123,7 +123,7 @@ def test_a_profile_that_cannot_be_used_is_refused_before_anything_starts(tmp_pat
         Config.load(None, ["layout=pp=2,accumulate=2", "pipeline.profile=measure", "pipeline.layers=[2, 2]"])
 
 
-def test_a_profile_of_another_model_is_refused(pool: RankPool, tmp_path):
+def test_a_profile_of_another_model_is_rejected(pool: RankPool, tmp_path):
     file = tmp_path / "profile.json"
     numbers = {"forward_s": 1, "input_s": 1, "weight_s": 1, "activation_bytes": 4, "parameter_bytes": 4}
     for names in (["a", "b"], ["first", *(f"layers.{i}" for i in range(4)), "last"]):

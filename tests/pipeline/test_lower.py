@@ -32,7 +32,7 @@ def ends(schedule, kinds):
 
 @settings(deadline=None)
 @given(schedules())
-def test_the_list_is_what_is_left(schedule):
+def test_lowering_only_adds_sends_and_receives(schedule):
     lowered = lower(schedule)
     assert replace(lowered, rank_actions=tuple(map(without_messages, lowered.rank_actions))) == schedule
     assert lower(lowered) == lowered
@@ -40,7 +40,7 @@ def test_the_list_is_what_is_left(schedule):
 
 @settings(deadline=None)
 @given(schedules())
-def test_both_ends_have_one_order(schedule):
+def test_both_ends_of_a_channel_have_one_order(schedule):
     lowered = lower(schedule)
     assert ends(lowered, SENDS) == ends(lowered, RECEIVES)
     across = sum(one != other for one, other in pairwise(schedule.rank_of_stage))
@@ -50,7 +50,7 @@ def test_both_ends_have_one_order(schedule):
 
 @settings(deadline=None)
 @given(schedules())
-def test_sends_follow_their_maker_and_receives_are_one_action_ahead(schedule):
+def test_sends_follow_their_producer_and_receives_are_one_action_ahead(schedule):
     for actions in lower(schedule).rank_actions:
         for place, action in enumerate(actions):
             if action.kind in SENDS:
@@ -85,7 +85,7 @@ def test_an_early_receive_hides_the_transfer():
     assert actions.index("1RB8") < actions.index("1F10") < actions.index("1B8")
 
 
-def test_messages_that_are_used_in_another_order():
+def test_transfers_used_in_another_order_are_received_in_send_order():
     """Rank 1 wants the second message first: it takes the first one with it, in the order of the sends."""
 
     def list_of(stage, text):
@@ -113,7 +113,7 @@ def test_a_window_receives_what_the_one_before_sent(stream, drain):
         assert sent == received
 
 
-def test_lists_that_cannot_run_are_refused():
+def test_schedules_that_deadlock_are_rejected():
     lists = ((Action(0, ActionKind.BACKWARD, 0), Action(0, ActionKind.FORWARD, 0)), (Action(1, ActionKind.FORWARD, 0),))
     with pytest.raises(ValueError, match="deadlocks"):
         lower(Schedule(name="wrong", rank_of_stage=(0, 1), microbatches=1, rank_actions=lists))

@@ -37,7 +37,7 @@ COSTS = st.one_of(st.integers(0, 4), st.sampled_from([0.1, 0.2, 0.3]), st.floats
 
 @settings(deadline=None)
 @given(st.data(), st.lists(COSTS, min_size=1, max_size=9))
-def test_balance_is_the_best_of_all(data, costs):
+def test_balance_matches_brute_force(data, costs):
     stages = data.draw(st.integers(1, len(costs)))
     free = [[0] * len(costs)] * (stages - 1)
     best = min(all_counts(len(costs), stages), key=lambda counts: rank_of(counts, costs, free))
@@ -56,7 +56,7 @@ def test_transfers_count(data, costs):
 
 @settings(deadline=None)
 @given(st.data(), st.lists(st.integers(0, 9), min_size=1, max_size=9))
-def test_glue_holds(data, costs):
+def test_glued_layers_stay_together(data, costs):
     glue = data.draw(st.sets(st.integers(0, max(0, len(costs) - 2)), max_size=len(costs) - 1))
     layers = group_into_blocks(len(costs), glue)
     assert [i for layer in layers for i in layer] == list(range(len(costs)))
@@ -75,7 +75,7 @@ def test_glue_holds(data, costs):
     ("layers", "stages", "expected"),
     [(7, 2, (4, 3)), (7, 3, (3, 2, 2)), (7, 4, (2, 2, 2, 1)), (9, 4, (3, 2, 2, 2)), (5, 5, (1, 1, 1, 1, 1))],
 )
-def test_what_is_over_goes_to_the_first_stages(layers, stages, expected):
+def test_surplus_layers_go_to_the_first_stages(layers, stages, expected):
     assert balance_layers([0.1] * layers, stages) == expected
 
 
@@ -91,7 +91,7 @@ def test_the_rest_is_shared_evenly_behind_a_slow_stage():
     assert balance_layers([10, 1, 1, 1, 1], 3) == (1, 2, 2)
 
 
-def test_two_hundred_links_on_64_stages_are_quick():
+def test_two_hundred_layers_on_64_stages_are_quick():
     for costs in ([random.Random(0).random() for _ in range(200)], [1.0] * 200, [0.0] * 200):
         start = cpu_seconds()
         counts = balance_layers(costs, 64)
@@ -136,7 +136,7 @@ def test_glue_needs_a_next_layer():
         (["embed", "blocks.0", "head"], {0, 1}),
     ],
 )
-def test_what_is_no_layer_stays_with_one(names, glue):
+def test_unnumbered_layers_stay_with_a_block(names, glue):
     assert layers_to_glue(names) == glue
 
 
@@ -198,7 +198,7 @@ def test_by_hand():
         ([9, -1], r"9, -1: 2 numbers for 3 stages, a stage without a layer, a sum of 8 for 7 layers"),
     ],
 )
-def test_by_hand_says_every_fault_and_what_would_fit(layers, fault):
+def test_invalid_block_counts_are_all_reported(layers, fault):
     message = rf"do not fit the model \({fault}\); give 3 numbers of 1 or more that sum to 7"
     with pytest.raises(ValueError, match=message):
         StageSplit.from_block_counts(chain(7), [1.0] * 9, looped_placement(3), layers)

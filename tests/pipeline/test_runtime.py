@@ -30,7 +30,7 @@ ODD = Path(odd_pipeline_models.__file__)
         "pp=5,accumulate=1,schedule=gpipe,recompute=full",
     ],
 )
-def test_several_tensors_travel_and_a_weight_is_on_two_stages(pool, layout):
+def test_several_tensors_are_sent_and_a_weight_is_on_two_stages(pool, layout):
     report = ec.verify(SPEC, layout, pool=pool, steps=3)
     assert report.passed, report
 

@@ -28,7 +28,7 @@ def same(one, other):
 
 @settings(deadline=None)
 @given(schedules())
-def test_our_own_come_back(schedule):
+def test_built_in_schedules_round_trip(schedule):
     assert same(parse_schedule(str(schedule)), schedule)
     assert same(parse_schedule(str(lower(schedule))), lower(schedule))
 
@@ -57,12 +57,12 @@ def test_a_file_fixes_the_sizes(tmp_path):
         make_schedule(f"file:{path}", 2, 2, slices=3)
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_a_missing_file_is_reported(tmp_path):
     with pytest.raises(ValueError, match=r"the schedule cannot be read \(.*nothing\.txt: .*\); give a text file"):
         make_schedule(f"file:{tmp_path / 'nothing.txt'}", 2, 2)
 
 
-def test_all_faults_of_the_text_with_their_lines():
+def test_all_syntax_errors_are_reported_with_their_lines():
     text = "rank 0, stages 0: 0F0 0X0 F\n\nrnk 1: 1F0\nrank 0, stages 1: 1F0\n"
     with pytest.raises(ValueError, match="4 faults") as caught:
         parse_schedule(text)
@@ -83,7 +83,7 @@ def test_all_faults_of_the_text_with_their_lines():
         ("\nrank 0, stages 0: 0B0 0F0 0U1", r"line 2: rank 0, position 0 \(0B0\): comes before 0F0 \(position 1\)"),
     ],
 )
-def test_faults_of_the_lists(text, fault):
+def test_schedule_faults_are_reported(text, fault):
     with pytest.raises(ValueError, match=fault):
         parse_schedule(text)
 
@@ -98,7 +98,7 @@ def test_faults_of_the_lists(text, fault):
         (f"rank {'9' * 5000}, stages 0: 0F0", "is not rank, stages and actions"),
     ],
 )
-def test_very_large_numbers_are_refused_at_once(text, fault):
+def test_very_large_numbers_are_rejected_at_once(text, fault):
     with pytest.raises(ValueError, match=fault) as caught:
         parse_schedule(text)
     assert len(str(caught.value)) < 5000
@@ -120,7 +120,7 @@ def two_ranks(tmp_path, pattern):
         ("SF0 SF0.1 SB0.1 SB0 SU1", 1, "cuts microbatches into slices (2)"),
     ],
 )
-def test_what_is_drawn_from_a_file_and_not_run(tmp_path, pattern, microbatches, why):
+def test_schedules_that_can_be_drawn_but_not_run(tmp_path, pattern, microbatches, why):
     path = two_ranks(tmp_path, pattern)
     make_schedule(f"file:{path}", 2, microbatches, slices=2 if ".1" in pattern else 1)
     fault = schedule_file_error(Layout.parse(f"pp=2,schedule=file:{path},accumulate={microbatches}"))
@@ -144,7 +144,7 @@ def test_a_files_stages_are_those_of_the_layout(tmp_path):
     Config.load(None, [f"layout={layout}", "pipeline.layers=[1, 1, 1, 1]"])
 
 
-def test_a_missing_file_is_told_with_the_other_faults(tmp_path):
+def test_a_missing_file_is_reported_with_the_other_issues(tmp_path):
     with pytest.raises(ValidationError) as caught:
         VerifyRequest(layouts=f"pp=2,schedule=file:{tmp_path}/nothing.txt; tp=3").resolve()
     assert [fault.key for fault in caught.value.issues] == ["tp", "schedule"]

@@ -48,7 +48,7 @@ def test_the_registry_has_the_names_of_the_layout():
 
 @settings(deadline=None, max_examples=250)
 @given(shapes())
-def test_every_schedule_is_right(shape):
+def test_every_schedule_is_valid(shape):
     family, sizes = shape
     schedule = make_schedule(family.name, **sizes)
     assert fault_messages(schedule) == []
@@ -159,7 +159,7 @@ def test_the_versions_are_those_of_the_papers(stream):
 
 @settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(2, 4))
-def test_versions_held(ranks, batch, batches):
+def test_weight_versions_held(ranks, batch, batches):
     many = 2 * ranks + batch * batches
     assert simulate(make_schedule("pipedream", ranks, many)).weight_versions == tuple(
         ranks - stage for stage in range(ranks)
@@ -207,7 +207,7 @@ DRAWINGS = [
 
 
 @pytest.mark.parametrize(("file", "name", "ranks", "microbatches", "more"), DRAWINGS, ids=[row[0] for row in DRAWINGS])
-def test_the_drawings_are_true(file, name, ranks, microbatches, more):
+def test_the_drawings_of_docstrings_are_true(file, name, ranks, microbatches, more):
     schedule = make_schedule(name, ranks, microbatches, **more)
     timeline = simulate(schedule)
     rows = [["."] * round(timeline.duration) for _ in range(schedule.stages)]
@@ -224,7 +224,7 @@ def test_the_drawings_are_true(file, name, ranks, microbatches, more):
 
 
 @pytest.mark.parametrize("file", ["pipedream", "pipedream_vsync", "two_bw"])
-def test_the_written_lists_are_true(file):
+def test_the_actions_in_docstrings_are_true(file):
     module = importlib.import_module(f"echelon.pipeline.schedules.{file}")
     schedule = module.build(3, 1, 4, **({"microbatches_per_update": 2} if file == "two_bw" else {}))
     assert f"    {' '.join(map(str, schedule.rank_actions[1]))}\n" in module.__doc__
@@ -257,12 +257,12 @@ def test_wrong_names_and_sizes(arguments, message):
         ("gpipe", {"chunks": -1}, r"chunks is too small \(chunks=-1\); give 0 or more"),
     ],
 )
-def test_what_a_family_does_not_have(name, more, message):
+def test_unsupported_options_are_rejected(name, more, message):
     with pytest.raises(ValueError, match=message):
         make_schedule(name, 2, 2, **more)
 
 
-def test_all_faults_at_once():
+def test_all_errors_are_reported_at_once():
     with pytest.raises(ValueError, match=r"ranks") as caught:
         make_schedule("dualpipe", 0, 0, chunks=-1)
     assert len(str(caught.value).splitlines()) == 4

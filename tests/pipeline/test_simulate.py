@@ -52,7 +52,7 @@ def test_every_duration_counts():
     assert times(found, 0) == {"0F0": (0, 1), "0B0": (15.5, 23.5), "0U1": (23.5, 29.5)}
 
 
-def test_messages_of_a_lane_go_one_by_one():
+def test_transfers_of_a_link_are_sequential():
     gpipe = by_hand("0F0 0F1 0F2", "1F0 1F1 1F2")
     found = simulate(gpipe, Durations(send_forward=3.0))
     assert [start for _, start, _ in found.spans(1)] == [4, 7, 10]
@@ -62,7 +62,7 @@ def test_messages_of_a_lane_go_one_by_one():
     assert [start for _, start, _ in blocking.spans(1)] == [4, 8, 12]
 
 
-def test_messages_are_spans_of_a_lowered_schedule():
+def test_sends_are_spans_of_a_lowered_schedule():
     lowered = by_hand("0F0 0SF0 0F1 0SF1", "1RF0 1RF1 1F0 1F1")
     found = simulate(lowered, Durations(send_forward=3.0))
     assert times(found, 0) == {"0F0": (0, 1), "0SF0": (1, 4), "0F1": (1, 2), "0SF1": (4, 7)}
@@ -135,7 +135,7 @@ durations_ = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(schedules(), durations_)
-def test_the_same_as_a_slow_solver(schedule, durations):
+def test_simulation_matches_a_slow_solver(schedule, durations):
     found = simulate(schedule, durations)
     ends = {action[:4]: end for rank in range(schedule.ranks) for action, _, end in found.spans(rank)}
     assert ends == solved(schedule, durations)
@@ -143,7 +143,7 @@ def test_the_same_as_a_slow_solver(schedule, durations):
 
 @settings(max_examples=60, deadline=None)
 @given(schedules(), durations_)
-def test_communication_in_the_list_changes_no_time(schedule, durations):
+def test_lowering_changes_no_time(schedule, durations):
     bare, lowered = simulate(schedule, durations), simulate(lower(schedule), durations)
     for rank in range(schedule.ranks):
         compute = [span for span in lowered.spans(rank) if span.action.kind in COMPUTE]
@@ -169,7 +169,7 @@ def test_a_window_of_a_stream_starts_with_what_the_one_before_left(name, dress):
     ],
     ids=["bare", "lowered"],
 )
-def test_an_old_microbatch_waits_for_what_the_window_still_makes(lists):
+def test_a_microbatch_of_an_earlier_window_waits_for_this_window(lists):
     found = times(simulate(by_hand(*lists)), 0)
     # The window before sent the gradient of microbatch 3. That of 4 comes at 4, from 1B4 behind 1F5.
     assert (found["0B3"], found["0B4"]) == ((1, 3), (4, 6))
@@ -192,7 +192,7 @@ def test_a_deadlock_names_what_each_rank_waits_for():
         simulate(by_hand("0SF0 0F0", "1RF0 1F0"))
 
 
-def test_numbers_that_do_not_fit_are_refused():
+def test_mismatched_durations_are_rejected():
     with pytest.raises(ValueError, match=r"negative or not finite \(forward=-1\)"):
         Durations(forward=-1)
     with pytest.raises(ValueError, match=r"\(update=\(1.0, nan\)\)"):

@@ -27,7 +27,7 @@ def test_a_step_takes_the_simulated_time(pool: RankPool, schedule: str) -> None:
     assert simulated * (1 - BAR) <= min(found) <= simulated * (1 + BAR), [one / simulated for one in found]
 
 
-def test_a_weight_gradient_is_slept_for_where_it_is_made(pool: RankPool) -> None:
+def test_a_weight_gradient_sleeps_where_it_is_computed(pool: RankPool) -> None:
     """The padding itself: where backward has two halves, each of them takes its own pause and not the other's."""
     timeline = pool.run(padded.recorded, padded.RANKS, "zb-h1", UNIT / 4)[0]
     for rank in range(padded.RANKS):

@@ -30,7 +30,7 @@ def every_way(length, granularity):
     *[st.integers(1, 10), st.integers(1, 9), st.integers(1, 3)],
     *[st.integers(0, 20), st.integers(0, 5), st.integers(0, 3)],
 )
-def test_no_way_is_better(length, stages, granularity, fixed, linear, quadratic):
+def test_slice_lengths_match_brute_force(length, stages, granularity, fixed, linear, quadratic):
     def time(tokens, before):
         return fixed + linear * tokens + quadratic * tokens * (before + tokens)
 
@@ -42,7 +42,7 @@ def test_no_way_is_better(length, stages, granularity, fixed, linear, quadratic)
 
 @settings(deadline=None)
 @given(st.integers(1, 7), st.integers(1, 6), st.dictionaries(st.tuples(*[st.integers(0, 7)] * 2), st.integers(0, 30)))
-def test_any_times_at_all(length, stages, table):
+def test_slice_lengths_for_random_times(length, stages, table):
     def time(tokens, before):
         return table.get((tokens, before), 7)
 
@@ -67,7 +67,7 @@ def test_the_last_slice_takes_the_rest():
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
-def test_nothing_to_slice(sizes):
+def test_empty_sequences_are_rejected(sizes):
     length, stages, granularity = sizes
     with pytest.raises(ValueError, match=r"nothing to slice \(length=.*\); give 1 or more of each"):
         choose_slice_lengths(length, stages, lambda tokens, before: 1.0, granularity)

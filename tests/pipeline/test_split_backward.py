@@ -29,7 +29,7 @@ def gradients(model):
 
 @pytest.mark.parametrize("wants_input", [True, False], ids=["input gradient", "no input gradient"])
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-def test_both_halves_together_are_backward(wants_input, recompute):
+def test_input_and_weight_gradients_together_are_backward(wants_input, recompute):
     whole, halved = layers(), layers()
     x = torch.randn(3, 5, 4, dtype=torch.float64)
     inputs = [x.clone().requires_grad_(wants_input) for _ in range(2)]

@@ -92,7 +92,7 @@ def check_whole(found: ReplicatedPipeline, profile: PipelineProfile, world: int)
 
 @settings(deadline=None, max_examples=150)
 @given(profiles(7), st.integers(1, 5), st.floats(0.5, 20))
-def test_one_level_is_the_best_of_all(profile, ranks, bandwidth):
+def test_one_level_matches_brute_force(profile, ranks, bandwidth):
     levels = [NetworkLevel(components=ranks, bandwidth=bandwidth)]
     found = replicate(profile, levels)
     check_whole(found, profile, ranks)
@@ -102,14 +102,14 @@ def test_one_level_is_the_best_of_all(profile, ranks, bandwidth):
 
 @settings(deadline=None, max_examples=100)
 @given(profiles(5), *[st.integers(1, 3)] * 2, *[st.floats(0.5, 20)] * 2)
-def test_two_levels_are_the_best_of_all(profile, inside, outside, fast, slow):
+def test_two_levels_match_brute_force(profile, inside, outside, fast, slow):
     levels = [NetworkLevel(components=inside, bandwidth=fast), NetworkLevel(components=outside, bandwidth=slow)]
     found = replicate(profile, levels)
     check_whole(found, profile, inside * outside)
     assert found.seconds == pytest.approx(min(every_pace(layers_of(profile), levels)), rel=1e-12)
 
 
-def test_three_levels_are_the_best_of_all():
+def test_three_levels_match_brute_force():
     choose = random.Random(3)
     for _ in range(20):
         profile = profile_of(*([choose.randint(0, 40) for _ in range(4)] for _ in range(3)))
@@ -159,7 +159,7 @@ def test_replicas_of_a_node_are_on_every_node():
     assert found.in_flight == 2
 
 
-def test_a_hundred_links_on_64_ranks_are_quick():
+def test_a_hundred_layers_on_64_ranks_are_quick():
     choose = random.Random(0)
     profile = profile_of(*([choose.randint(1, 1000) for _ in range(100)] for _ in range(3)))
     start = cpu_seconds()
@@ -173,7 +173,7 @@ def test_a_hundred_links_on_64_ranks_are_quick():
 
 @settings(deadline=None, max_examples=150)
 @given(st.data(), profiles(8))
-def test_by_profile_is_the_best_of_all(data, profile):
+def test_split_by_profile_matches_brute_force(data, profile):
     layers = layers_of(profile)
     stages = data.draw(st.integers(1, len(layers)))
     speed = st.floats(0.5, 20)
@@ -209,7 +209,7 @@ def test_a_large_activation_is_not_cut():
     assert [len(links) for links in split_by_profile(profile, 2, 10.0, rank_of_stage=v_placement(1)).layers] == [3, 3]
 
 
-def test_bad_input_is_refused():
+def test_invalid_input_is_rejected():
     profile = profile_of([1, 1, 1], [1, 1, 1], [1, 1, 1])
     with pytest.raises(ValueError, match=r"every stage needs a layer \(4 stages, 3 layers\); use 1 to 3 stages"):
         split_by_profile(profile, 4, 1.0)

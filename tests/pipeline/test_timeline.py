@@ -26,7 +26,7 @@ def measured(planned):
     return Timeline.from_spans("1f1b", (0, 1), spans, note="a note")
 
 
-def test_only_forward_and_backward_are_work():
+def test_only_forward_and_backward_count_as_busy():
     found = simulate(make_schedule("1f1b", 2, 2), Durations(update=5.0, send_forward=1.0))
     assert found.busy(0) == found.busy(1) == 6
     assert found.bubble == 1 - 12 / (2 * found.duration)
@@ -34,13 +34,13 @@ def test_only_forward_and_backward_are_work():
 
 @settings(max_examples=40, deadline=None)
 @given(schedules())
-def test_in_flight_is_what_the_lists_say(schedule):
+def test_in_flight_counts_activations(schedule):
     change = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.WEIGHT_GRAD: -1}
     counted = [accumulate(change.get(action.kind, 0) for action in actions) for actions in schedule.rank_actions]
     assert simulate(schedule).in_flight == simulate(lower(schedule)).in_flight == tuple(map(max, counted))
 
 
-def test_what_a_list_by_hand_holds():
+def test_in_flight_of_a_small_schedule():
     found = simulate(schedule_file.parse_schedule("rank 0, stages 0: 0F0@0 0F1@0 0B0@0 0K0 0U1 0B1@0 0D0 0U2"))
     assert (found.in_flight, found.weight_versions) == ((2,), (2,))
     assert simulate(schedule_file.parse_schedule("rank 0, stages 0: 0F0 0I0 0F1 0W0 0I1 0W1 0U1")).in_flight == (2,)
@@ -54,14 +54,14 @@ def test_memory_over_time():
     assert found.memory_over_time(1) == [(0.0, 0.0), (1.0, 1.0), (4.0, 1.0), (7.0, 0.0)]
 
 
-def test_what_is_kept_for_the_weight_gradients_counts_until_they_are_there():
+def test_activations_count_until_the_weight_gradients():
     found = simulate(make_schedule("zb-h1", 4, 8))
     assert found.in_flight == (4, 4, 4, 4)
     assert found.memory_over_time(3)[-1] == (found.duration, 0.0)
 
 
 @pytest.mark.parametrize(("name", "versions"), [("pipedream", (4, 3, 2, 1)), ("1f1b", (1, 1, 1, 1))])
-def test_kept_weights_are_counted(name, versions):
+def test_stashed_weight_versions_are_counted(name, versions):
     found = simulate(make_schedule(name, 4, 12))
     assert found.weight_versions == versions
     for rank in range(4):
@@ -69,7 +69,7 @@ def test_kept_weights_are_counted(name, versions):
         assert found.memory_over_time(rank, activations=1.0, versions=100.0)[-1][1] == 0
 
 
-def test_a_window_holds_what_came_before_it():
+def test_a_window_counts_activations_of_earlier_windows():
     found = simulate(make_schedule("pipedream", 4, 6, first_microbatch=12, drain=False))
     assert found.weight_versions == (4, 3, 2, 1)
     # Rank 0 begins with a forward at once; the others hold only what their backwards will need.
@@ -93,7 +93,7 @@ def test_json_holds_everything(schedule):
     assert Timeline.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
-def test_a_run_keeps_both(tmp_path, planned, measured):
+def test_a_run_stores_planned_and_measured(tmp_path, planned, measured):
     write_timelines(tmp_path, planned, measured)
     assert json.loads((tmp_path / TIMELINE_FILE).read_text()).keys() == {"planned", "measured"}
     assert read_timelines(tmp_path) == (planned, measured)
@@ -114,7 +114,7 @@ def test_a_run_keeps_both(tmp_path, planned, measured):
         (None, "no timeline in the run"),
     ],
 )
-def test_a_broken_file_is_refused(tmp_path, text, says):
+def test_a_broken_file_is_rejected(tmp_path, text, says):
     if text is not None:
         (tmp_path / TIMELINE_FILE).write_text(text)
     with pytest.raises(ValueError, match=says):
@@ -143,7 +143,7 @@ def test_a_synchronous_step_has_no_time_for_updates():
         ({"ranks": [[["0F0", 0, float("inf")]], []]}, "not an action with its start and end"),
     ],
 )
-def test_a_timeline_broken_by_hand_is_refused(planned, change, fault):
+def test_an_invalid_timeline_is_rejected(planned, change, fault):
     broken = json.loads(json.dumps(planned.to_json() | change))
     with pytest.raises(ValueError, match=fault):
         Timeline.from_json(broken)

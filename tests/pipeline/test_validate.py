@@ -47,7 +47,7 @@ def test_a_dropped_action_is_found(found):
 
 @settings(deadline=None)
 @given(places())
-def test_a_doubled_action_is_found(found):
+def test_a_duplicated_action_is_found(found):
     schedule, rank, place = found
     actions = schedule.rank_actions[rank]
     assert fault_messages(changed(schedule, rank, [*actions[: place + 1], *actions[place:]]))
@@ -68,7 +68,7 @@ def test_an_action_on_another_rank_is_found(found, data):
 
 @settings(deadline=None)
 @given(places())
-def test_an_action_before_what_it_needs_is_found(found):
+def test_an_action_before_its_dependency_is_found(found):
     schedule, rank, place = found
     actions = list(schedule.rank_actions[rank])
     needs = Dependencies(schedule).for_action(actions[place])
@@ -83,7 +83,7 @@ def test_an_action_before_what_it_needs_is_found(found):
 
 @settings(deadline=None)
 @given(places(), st.randoms(use_true_random=False))
-def test_what_has_no_fault_can_run(found, random):
+def test_schedules_without_faults_can_run(found, random):
     """Some actions of a list change places. What the validator lets pass can be run, and lowered without a deadlock."""
     schedule, rank, _ = found
     actions = list(schedule.rank_actions[rank])
@@ -127,12 +127,12 @@ def test_every_fault_at_once():
         check_schedule(schedule)
 
 
-def test_a_right_schedule_passes():
+def test_a_valid_schedule_passes():
     check_schedule(parsed("0F0 0B0 0U1", "1F0 1I0 1W0 1U1"))
     check_schedule(parsed("0F0 0SF0 0RB0 0B0 0U1", "1RF0 1F0 1B0 1SB0 1U1"))
 
 
-def test_a_deadlock_says_what_every_rank_waits_for():
+def test_a_deadlock_reports_what_every_rank_waits_for():
     schedule = parsed("0F0 0B0 0F1 0B1 0U1", "1F0 1F1 1B0 1B1 1U1", microbatches=2)
     assert fault_messages(schedule) == [
         "deadlock: rank 0 at position 1 (0B0) waits for 1B0 (rank 1, position 2); "
@@ -211,11 +211,11 @@ def test_slices_wait_for_each_other():
         ("0SF0 0F0 0RB0 0B0 0U1", "1RF0 1F0 1B0 1SB0 1U1", "rank 0, position 0 (0SF0): comes before 0F0 (position 1)"),
     ],
 )  # fmt: skip
-def test_faults_of_messages(first, second, fault):
+def test_faults_of_transfers(first, second, fault):
     assert fault in "\n".join(fault_messages(parsed(first, second)))
 
 
-def test_crossed_messages():
+def test_transfers_in_different_order_on_both_ends():
     one = "0F0 0SF0 0F1 0SF1 0RB0 0B0 0RB1 0B1 0U1"
     other = "1RF1 1RF0 1F0 1B0 1SB0 1F1 1B1 1SB1 1U1"
     assert fault_messages(parsed(one, other, microbatches=2)) == [

@@ -13,7 +13,7 @@ from echelon.report.expert_load_history import ExpertLoadHistory
 from echelon.training.run.run_dir import RunError
 
 
-def test_columns_are_steps_until_there_is_no_room() -> None:
+def test_columns_are_steps_until_they_are_full() -> None:
     few = ExpertLoadHistory.from_records(records(steps=7, layers=2), max_columns=8)
     assert few.spans == [(step, step) for step in range(1, 8)]
     many = ExpertLoadHistory.from_records(records(steps=61, layers=2), max_columns=8)
@@ -51,7 +51,7 @@ def test_steps_without_counts_have_figures() -> None:
     assert layer.merged_column().assigned == sum(line["layers"][0]["assigned"] for line in told)
 
 
-def test_experts_that_never_got_a_token_are_named() -> None:
+def test_unused_experts_are_listed() -> None:
     history = ExpertLoadHistory.from_records(
         [record(step, [[5, 0, 3, 0]], [0]) for step in (1, 2)] + [record(3, [[5, 0, 3, 1]], [2])]
     )
@@ -61,7 +61,7 @@ def test_experts_that_never_got_a_token_are_named() -> None:
     assert (layer["assigned_in_run"], layer["worst"], layer["worst_step"]) == (25, 2.5, 1)
 
 
-def test_the_worst_layers_are_those_that_stay_uneven() -> None:
+def test_the_worst_layers_are_those_that_stay_unbalanced() -> None:
     """Routers are uneven at first; what counts is the second half."""
     early, late, even = [[90, 10]] * 5 + [[50, 50]] * 5, [[60, 40]] * 5 + [[70, 30]] * 5, [[50, 50]] * 10
     told = [record(step + 1, [list(one[step]) for one in (early, late, even)], [0] * 3) for step in range(10)]
@@ -74,13 +74,13 @@ def logged(folder: Path, lines: list[dict[str, Any]], end: str = "") -> Path:
     return folder
 
 
-def test_a_killed_run_is_read_up_to_its_last_whole_line(tmp_path: Path) -> None:
+def test_a_killed_run_is_read_up_to_its_last_complete_line(tmp_path: Path) -> None:
     told = records(steps=3, layers=1)
     history = ExpertLoadHistory.read(logged(tmp_path / "run", told, json.dumps(told[0])[:50]))
     assert (history.name, history.steps) == ("run", (1, 3))
 
 
-def test_what_is_not_there_and_what_cannot_be_read(tmp_path: Path) -> None:
+def test_missing_and_unreadable_logs(tmp_path: Path) -> None:
     assert not ExpertLoadHistory.read(tmp_path).layers
     assert not ExpertLoadHistory.read(logged(tmp_path, [{"kind": "step", "step": 1}])).layers
     assert not ExpertLoadHistory.read(logged(tmp_path, [], '{"kind": "exp')).layers

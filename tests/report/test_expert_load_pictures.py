@@ -38,7 +38,7 @@ def history(request: pytest.FixtureRequest) -> ExpertLoadHistory:
 # The scale
 
 
-def test_steps_of_the_scale() -> None:
+def test_colour_indices() -> None:
     assert [load_colours.colour_index(load) for load in (0, 0.1, 0.25, 0.6, 1, 1.3, 3, 7, 8, 200)] == [
         None,
         0,
@@ -78,7 +78,7 @@ def lightness(colour: str, eyes: str) -> float:
 
 
 @pytest.mark.parametrize("eyes", EYES)
-def test_every_eye_sees_more_as_darker_on_light_and_as_lighter_on_dark(eyes: str) -> None:
+def test_scales_are_monotonic_for_colour_blind_readers(eyes: str) -> None:
     for colours, sign in ((load_colours.ON_LIGHT, -1), (load_colours.ON_DARK, 1)):
         seen = [lightness(colour, eyes) for colour in colours]
         assert min(sign * (b - a) for a, b in itertools.pairwise(seen)) > 2.5, seen
@@ -99,7 +99,7 @@ def test_text_fits_the_terminal(history: ExpertLoadHistory, width: int, colour: 
     assert colour or text.plain.isascii()
 
 
-def test_text_shows_numbers_and_who_never_got_a_token() -> None:
+def test_text_shows_figures_and_unused_experts() -> None:
     told = [record(step, [[7, 0, 31, 2]], [4]) for step in (1, 2)]
     lines = as_text(ExpertLoadHistory.from_records(told), width=80, colour=False).plain.splitlines()
     rows = [line.split() for line in lines if re.match(r" +\d ", line)]
@@ -111,7 +111,7 @@ def test_text_shows_numbers_and_who_never_got_a_token() -> None:
 # SVG
 
 
-def test_svg_is_whole(history: ExpertLoadHistory) -> None:
+def test_svg_is_well_formed(history: ExpertLoadHistory) -> None:
     text = expert_load_svg.as_svg(history)
     root = ElementTree.fromstring(text)
     width, height = float(root.attrib["width"]), float(root.attrib["height"])
@@ -199,7 +199,7 @@ def test_in_a_browser(opened: browser.Browser, tmp_path: Path) -> None:
 # With a pipeline
 
 
-def test_both_stand_below_each_other(history: ExpertLoadHistory) -> None:
+def test_timeline_and_expert_load_are_stacked(history: ExpertLoadHistory) -> None:
     picture = RunPicture(simulate(make_schedule("1f1b", 2, 3)), expert_load=history)
     root = ElementTree.fromstring(picture.as_svg())
     upper, lower = root.findall(f"{SVG}svg")

@@ -24,12 +24,12 @@ from echelon.verification.compare import expected_piece, relative_error
         ([], [], [1.0], 0.0),
     ],
 )
-def test_the_metric(value: list[float], truth: list[float], whole: list[float], found: float) -> None:
+def test_relative_error(value: list[float], truth: list[float], whole: list[float], found: float) -> None:
     tensors = [torch.tensor(numbers, dtype=torch.float64) for numbers in (value, truth, whole)]
     assert relative_error(*tensors) == pytest.approx(found)
 
 
-def test_a_piece_is_expected_to_hold_its_part_and_zeros_where_it_is_padded() -> None:
+def test_expected_piece_is_padded_with_zeros() -> None:
     entry = LogicalParam(name="w", names=("w",), shape=(5, 2), splits=(DimSplit(axis="tp", dim=0, num_parts=2),))
     unit = ParamGroupSpec(name="", params=(entry,), num_shards=2)
     whole = torch.arange(10.0).view(5, 2)

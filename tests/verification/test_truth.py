@@ -20,7 +20,7 @@ SHAPE = replace(model_config.find_model("llama-tiny"), layers=1, width=16, heads
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.01])
-def test_it_is_what_a_person_would_write(tmp_path: Path, clip: float) -> None:
+def test_the_truth_equals_a_plain_loop(tmp_path: Path, clip: float) -> None:
     rule = OptimizerConfig(name="sgd", lr=0.5, weight_decay=0.0)
     case = VerifyCase(model=SHAPE, optimizer=rule, steps=2, clip=clip)
     truth.write_truth(case, num_sequences=4, accumulate=2, path=tmp_path / "truth.safetensors")
@@ -42,7 +42,7 @@ def test_it_is_what_a_person_would_write(tmp_path: Path, clip: float) -> None:
                 torch.testing.assert_close(record[f"{step}/parameter/{name}"], p.detach(), rtol=1e-9, atol=1e-12)
 
 
-def test_it_imports_none_of_the_code_it_judges() -> None:
+def test_the_truth_imports_no_parallel_code() -> None:
     tree = ast.parse(Path(truth.__file__).read_text())
     modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     names = {a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module == "echelon" for a in n.names}

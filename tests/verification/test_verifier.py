@@ -57,14 +57,14 @@ def idle_batch(rows: int, seed: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("batches", [batch, idle_batch], ids=["used somewhere", "unused everywhere"])
-def test_a_module_of_the_users_own(pool: RankPool, batches: object) -> None:
+def test_a_custom_model(pool: RankPool, batches: object) -> None:
     layouts = "dp=2; dp=3,zero=1,accumulate=2; dp=2,zero=2; dp=2,zero=3; dp=4,shard=2,zero=2"
     report = verifier.verify(build, layouts, batch=batches, pool=pool)  # type: ignore[arg-type]
     assert [verdict.passed for verdict in report.verdicts] == [True] * 5, report
     assert all(0 < verdict.max_error < 1e-10 for verdict in report.verdicts)
 
 
-def test_a_reduction_left_out_of_the_users_own(pool: RankPool) -> None:
+def test_a_reduction_left_out_of_a_custom_model(pool: RankPool) -> None:
     report = verifier.verify(build, "dp=2", batch=batch, pool=pool, leave_out="replica:all_reduce")
     assert not report.passed
     [found] = report.to_json()["layouts"]
@@ -82,7 +82,7 @@ def build_broken() -> nn.Module:
     return Broken()
 
 
-def test_what_cannot_be_compared_fails_with_the_reason(pool: RankPool) -> None:
+def test_a_layout_that_raises_fails_with_the_reason(pool: RankPool) -> None:
     report = verifier.verify(build_broken, "dp=2", batch=batch, pool=pool)
     [verdict] = report.verdicts
     assert not report.passed
@@ -101,7 +101,7 @@ def counting_copies(case: VerifyCase, layout: str, leave_out: str, truth: Path) 
         Placement._is_owner = whole  # type: ignore[method-assign]
 
 
-def test_a_wrong_record_of_owners_is_found(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_placement_is_found(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verifier, "run_and_compare", counting_copies)
     verdict = Verifier(pool, VerifyCase(model=SMALL, steps=1)).verify_layout(Layout.parse("tp=2"))
     assert not verdict.passed
@@ -109,13 +109,13 @@ def test_a_wrong_record_of_owners_is_found(pool: RankPool, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("layouts", ["tp=3; dp=2,zero=5", "pp=2,schedule=2bw,offload=optimizer; tp=8"])
-def test_all_faults_of_all_layouts_at_once(layouts: str) -> None:
+def test_all_issues_of_all_layouts_are_reported_at_once(layouts: str) -> None:
     with pytest.raises(ValidationError) as error:
         verifier.verify("llama-tiny", layouts)
     assert len(error.value.issues) >= 2
 
 
-def test_a_rank_gets_two_rows_so_that_a_wrong_mean_over_rows_shows() -> None:
+def test_a_rank_gets_two_sequences_so_that_a_wrong_mean_shows() -> None:
     assert with_two_sequences(Layout.parse("dp=2")).microbatch == 2
     assert with_two_sequences(Layout.parse("dp=2,microbatch=3")).microbatch == 3
 
@@ -127,7 +127,7 @@ def test_the_truth_of_a_batch_is_computed_once(pool: RankPool) -> None:
     assert sorted(prover._truth_files) == [(4, 1), (8, 2)]
 
 
-def test_the_full_product_has_every_layout_and_option() -> None:
+def test_verify_all_has_every_layout_and_option() -> None:
     assert len(layout_matrix.ALL_LAYOUTS) == 33 + 14
     found = list(layout_matrix.variants())
     assert len(found) == len({(v.label, v.accumulate, v.recompute) for v in found}) == 3 * 2**5
@@ -137,7 +137,7 @@ def test_the_full_product_has_every_layout_and_option() -> None:
         assert len(parse_layouts(layout_matrix.ALL_MOE_LAYOUTS, variant.case)) == 26
 
 
-def test_layouts_of_experts_are_proved_where_a_model_has_some() -> None:
+def test_moe_models_have_default_moe_layouts() -> None:
     assert "ep=2" in default_layouts(make_case("moe-tiny"))
     assert "ep=2" not in default_layouts(make_case("llama-tiny"))
     for name in ("moe-tiny", "deepseek-v3", "switch-base-8"):

@@ -215,8 +215,8 @@ def _reject_tied_weights(parallel: ParallelModel) -> None:
     tied = [param.name for param in parallel.placement.params.values() if param.tied_pp_ranks]
     if tied:
         raise ValueError(
-            f"schedule={parallel.layout.schedule} updates every stage independently, and {tied[0]} is on several stages; "
-            "untie it (tied=false), or use schedule=1f1b"
+            f"schedule={parallel.layout.schedule} updates every stage independently, and {tied[0]} is on several "
+            "stages; untie it (tied=false), or use schedule=1f1b"
         )
 
 
