@@ -90,7 +90,7 @@ def _wire(collectives: Iterable[Collective], ranks: dict[str, int]) -> float:
 
 
 def context_layout(kind: str, ranks: int) -> Layout | None:
-    """Of so many ranks, at most eight of which exchange heads where there is a ring. None where heads do not divide."""
+    """Of `ranks` ranks, at most eight of which exchange heads where there is a ring. None where heads do not divide."""
     inner = {"ulysses": ranks, "ring-ulysses": min(8, ranks // 2)}.get(kind, 1)
     (layer, _), *_ = resolve_shape(CONTEXT_MODEL).layers
     assert layer.attention is not None
@@ -99,7 +99,7 @@ def context_layout(kind: str, ranks: int) -> Layout | None:
 
 
 def tensor_layout(kind: str, ranks: int) -> Layout | None:
-    """A grid of so many ranks, in DEPTH layers if it has any. None where there is none, or heads do not divide."""
+    """A grid of ranks, in DEPTH layers if it has any. None where there is none, or heads do not divide."""
     layout = Layout(tp=ranks, tp_kind=kind, depth=DEPTH if kind == "2.5d" else 1, microbatch=SEQUENCES)
     side = head_parallel_size(layout)
     (layer, _), *_ = resolve_shape(GRID_MODEL).layers
@@ -151,9 +151,9 @@ def reasons() -> list[str]:
 
 def offloaded() -> list[tuple[str, ...]]:
     """(layout, bytes over the link, bytes read from and written to disk) of one parameter, in 4 microbatches."""
-    sizes = {"updated": 1.0, "activations": 0.0}
+    sizes = {"shard_params": 1.0, "activation_bytes": 0.0}
     rows = []
     for kind in ("optimizer", "params", "optimizer+disk", "params+disk"):
-        told = offload_cost.offload_traffic(kind, accumulate=4, compute_bytes=2, gradient_bytes=4, **sizes)
-        rows.append((f"`offload={kind}`", f"{told.link_bytes:g}", f"{told.disk_bytes:g}"))
+        traffic = offload_cost.offload_traffic(kind, accumulate=4, compute_bytes=2, gradient_bytes=4, **sizes)
+        rows.append((f"`offload={kind}`", f"{traffic.link_bytes:g}", f"{traffic.disk_bytes:g}"))
     return rows
