@@ -29,7 +29,7 @@ from echelon.planning.search.layout_search import search_plans
 LONG = 131072
 
 
-def wish(model="llama-8b", devices="64xh100", batch=64, seq_len=LONG, **options):
+def request(model="llama-8b", devices="64xh100", batch=64, seq_len=LONG, **options):
     return PlanRequest(
         shape=resolve_shape(model), cluster=cluster.parse_cluster(devices), batch=batch, seq_len=seq_len, **options
     )
@@ -38,77 +38,77 @@ def wish(model="llama-8b", devices="64xh100", batch=64, seq_len=LONG, **options)
 # -- what is found ----------------------------------------------------------------------------------------------------
 
 
-def test_a_sequence_that_fits_no_other_way_is_cut():
-    assert search_plans(wish(devices="16xh100", batch=1, seq_len=2**19, fixed={"cp": 1}), top=1) == []
-    best = search_plans(wish(devices="16xh100", batch=1, seq_len=2**19), top=1)[0]
+def test_cp_is_chosen_for_a_sequence_that_fits_no_other_way():
+    assert search_plans(request(devices="16xh100", batch=1, seq_len=2**19, fixed={"cp": 1}), top=1) == []
+    best = search_plans(request(devices="16xh100", batch=1, seq_len=2**19), top=1)[0]
     assert best.layout.cp > 1
     assert best.fits
     assert best.runnable
 
 
-def test_a_long_sequence_is_cut_where_that_is_faster():
+def test_cp_is_chosen_for_a_long_sequence_if_faster():
     """On one node of H200 it fits flat tp too, which sends more."""
-    cut, flat = (search_plans(wish(devices="8xh200", batch=8, fixed=keys), top=1)[0] for keys in ({}, {"cp": 1}))
+    cut, flat = (search_plans(request(devices="8xh200", batch=8, fixed=keys), top=1)[0] for keys in ({}, {"cp": 1}))
     assert cut.layout.cp == 8
     assert cut.seconds < 0.97 * flat.seconds
 
 
-def test_short_sequences_are_not_cut():
+def test_short_sequences_get_no_cp():
     """Neither where there are enough of them, nor in the sequences that most people train on."""
-    assert not any(layout.cp > 1 for layout in all_layouts(wish(batch=64, seq_len=8192)))
-    assert search_plans(wish(batch=512, seq_len=4096), top=1)[0].layout.cp == 1
+    assert not any(layout.cp > 1 for layout in all_layouts(request(batch=64, seq_len=8192)))
+    assert search_plans(request(batch=512, seq_len=4096), top=1)[0].layout.cp == 1
 
 
-def test_fewer_sequences_than_devices_may_be_cut_into_shorter_slices():
-    few, many = wish(batch=8, seq_len=8192), wish(batch=64, seq_len=8192)
+def test_fewer_sequences_than_devices_allow_shorter_slices():
+    few, many = request(batch=8, seq_len=8192), request(batch=64, seq_len=8192)
     assert (can_split_sequence(few, 8), can_split_sequence(few, 16), can_split_sequence(many, 2)) == (
         True,
         False,
         False,
     )
-    assert not can_split_sequence(wish(batch=8, seq_len=8190), 4)
+    assert not can_split_sequence(request(batch=8, seq_len=8190), 4)
 
 
 @pytest.mark.parametrize("kind", ["ring", "gather", "ulysses", "ring-ulysses"])
-def test_a_kind_that_is_asked_for_is_kept(kind):
-    plans = search_plans(wish(fixed={"cp_kind": kind, "cp": 8}), top=3)
+def test_a_fixed_cp_kind_stays(kind):
+    plans = search_plans(request(fixed={"cp_kind": kind, "cp": 8}), top=3)
     assert plans
     assert {plan.layout.cp_kind for plan in plans} == {kind}
 
 
 @pytest.mark.parametrize(("kind", "tp", "depth"), [("2d", 4, 1), ("2.5d", 8, 2), ("3d", 8, 1)])
-def test_a_grid_that_is_asked_for_is_found(kind, tp, depth):
-    asked = wish(devices="8xh100", batch=64, seq_len=4096, fixed={"tp_kind": kind, "tp": tp, "depth": depth})
+def test_a_fixed_grid_is_found(kind, tp, depth):
+    asked = request(devices="8xh100", batch=64, seq_len=4096, fixed={"tp_kind": kind, "tp": tp, "depth": depth})
     plans = search_plans(asked, top=2)
     assert {(plan.layout.tp_kind, plan.layout.depth) for plan in plans} == {(kind, depth)}
 
 
-def test_states_are_divided_where_only_cp_can():
-    best = search_plans(wish(devices="8xh200", batch=1, fixed={"cp": 8}), top=1)[0]
+def test_zero_shards_over_cp_alone():
+    best = search_plans(request(devices="8xh200", batch=1, fixed={"cp": 8}), top=1)[0]
     assert (best.layout.dp, best.layout.zero > 0) == (1, True)
 
 
 def test_one_fast_search():
     """The bar is 2 s of one core for 70B on 1,024 devices; the machine of a test may be slow and busy."""
     begun = process_time()
-    assert search_plans(wish("llama-70b", "1024xh100", 1024, 8192), top=1)
+    assert search_plans(request("llama-70b", "1024xh100", 1024, 8192), top=1)
     assert process_time() - begun < 6
 
 
 # -- which kinds there are --------------------------------------------------------------------------------------------
 
 
-def test_heads_say_which_kinds_there_are():
+def test_heads_decide_the_cp_kinds():
     """Of 70B's 64 heads a rank of tp=8 has 8: 16 ranks cannot exchange them, and a node has no room beside tp=8."""
-    asked = wish("llama-70b", "1024xh100", 32)
+    asked = request("llama-70b", "1024xh100", 32)
     assert cp_kinds(asked, 8, 16) == [("ring", 1), ("gather", 1), ("ring-ulysses", 2)]
     assert cp_kinds(asked, 8, 8) == [("ring", 1), ("gather", 1), ("ulysses", 8), ("ring-ulysses", 2)]
     assert cp_kinds(asked, 2, 8)[-2:] == [("ring-ulysses", 2), ("ring-ulysses", 4)]
     assert cp_kinds(asked, 8, 1) == [("ring", 1)]
 
 
-def test_grids_are_tried_where_there_are_many_ranks():
-    asked = wish("llama-70b", "72xgb200", 64, 8192)
+def test_grids_are_tried_for_large_tp():
+    asked = request("llama-70b", "72xgb200", 64, 8192)
     assert tp_kinds(asked, 8) == [("1d", 1)]
     assert tp_kinds(asked, 16) == [("1d", 1), ("2d", 1), ("2.5d", 4)]
     assert ("3d", 1) in tp_kinds(asked, 64)
@@ -130,7 +130,7 @@ class Plain(nn.Module):
         return x.sum(), tokens.numel()
 
 
-def test_only_what_can_be_cut_is_cut():
+def test_only_models_that_support_cp_get_it():
     inputs = {"tokens": torch.zeros(2, 16, dtype=torch.int64)}
     assert not trace_module(Plain(), inputs).supports_cp
     assert trace_module(Plain(core=CoreAttention()), inputs).supports_cp
@@ -140,7 +140,7 @@ def test_only_what_can_be_cut_is_cut():
 
 
 def test_the_reasons_compare_the_kinds_with_numbers():
-    asked = wish(fixed={"microbatch": 1})
+    asked = request(fixed={"microbatch": 1})
     plan = explain_plan(asked, search_plans(asked, top=1))
     text = " ".join(plan.reasons)
     for kind in ("ring", "gather", "ulysses", "ring-ulysses"):
@@ -152,7 +152,7 @@ def test_the_reasons_compare_the_kinds_with_numbers():
 
 
 def test_the_reasons_say_why_a_kind_cannot_be():
-    asked = wish("llama-70b", "1024xh100", 32)
+    asked = request("llama-70b", "1024xh100", 32)
     layout = Layout.parse("dp=8,zero=1,tp=8,cp=16,accumulate=4,recompute=full")
     found = list(kind_reasons(asked, price(asked.scenario(layout))))
     assert found[0].startswith("cp=16 as ring sends 28.2 KiB a token and layer between nodes, and attention hides it")
@@ -160,19 +160,19 @@ def test_the_reasons_say_why_a_kind_cannot_be():
     assert any(line.startswith("As gather it would be") and "slower" in line for line in found)
 
 
-def test_what_attention_is_too_short_to_hide_is_said():
-    asked = wish("llama-1b", "64xh100:eth", 64, 16384)
+def test_reasons_name_exposed_ring_transfers():
+    asked = request("llama-1b", "64xh100:eth", 64, 16384)
     found = list(kind_reasons(asked, price(asked.scenario(Layout.parse("dp=4,cp=16,accumulate=16")))))
     assert "attention hides a part of it" in found[0]
 
 
 def test_a_plan_without_cp_says_nothing_of_its_kinds():
-    asked = wish("llama-1b", "8xh100", 64, 2048)
+    asked = request("llama-1b", "8xh100", 64, 2048)
     assert list(kind_reasons(asked, search_plans(asked, top=1)[0])) == []
 
 
 def test_the_reasons_compare_grids_with_flat_tp():
-    asked = wish("llama-405b", "72xgb200", 64, 8192)
+    asked = request("llama-405b", "72xgb200", 64, 8192)
     plan = price(asked.scenario(Layout.parse("tp=16,tp_kind=2d,microbatch=8,accumulate=2")))
     found = list(kind_reasons(asked, plan))
     assert found[0].startswith("tp=16 as 2d sends")
@@ -182,11 +182,11 @@ def test_the_reasons_compare_grids_with_flat_tp():
     assert "300% of its sequences are padding" in next(kind_reasons(asked, padded))
 
 
-def test_products_hide_the_steps_of_a_square():
+def test_gemms_overlap_the_steps_of_a_2d_grid():
     """Of q broadcasts of a product all but one run beside another's; what a cube gathers is waited for."""
     square, cube, flat = (
         count_work(
-            wish(devices="72xgb200", batch=64, seq_len=8192).scenario(Layout.parse(f"tp=64,microbatch=16{kind}"))
+            request(devices="72xgb200", batch=64, seq_len=8192).scenario(Layout.parse(f"tp=64,microbatch=16{kind}"))
         )
         for kind in (",tp_kind=2d", ",tp_kind=3d", "")
     )
@@ -197,8 +197,8 @@ def test_products_hide_the_steps_of_a_square():
     assert microbatch_time(exposed).tp > 1.3 * microbatch_time(square).tp
 
 
-def test_neighbours_cut_more_and_less():
-    asked = wish(fixed={"microbatch": 1})
+def test_reasons_compare_larger_and_smaller_cp():
+    asked = request(fixed={"microbatch": 1})
     text = " ".join(
         explain_plan(asked, [price(asked.scenario(Layout.parse("dp=4,zero=1,tp=2,cp=8,accumulate=16")))]).reasons
     )
@@ -207,7 +207,7 @@ def test_neighbours_cut_more_and_less():
 
 
 def test_causes_are_called_by_what_the_kind_does():
-    asked = wish(devices="64xh100:eth", batch=64, fixed={"microbatch": 1})
+    asked = request(devices="64xh100:eth", batch=64, fixed={"microbatch": 1})
     for kind, words in (("gather", "gathering keys and values"), ("ulysses", "exchanging heads for tokens")):
         plan = price(asked.scenario(Layout.parse(f"dp=4,zero=1,cp=16,cp_kind={kind},accumulate=16,recompute=full")))
         assert words in " ".join(explain_plan(asked, [plan]).reasons)

@@ -61,7 +61,7 @@ def test_optimizers_save_states() -> None:
     assert found["precision.master=none"].saved["states"] == pytest.approx(2 * parameters)
 
 
-def test_offload_is_told_as_if_all_left_that_can() -> None:
+def test_offload_savings_assume_all_states_leave() -> None:
     """Where everything fits nothing would leave by itself, and nothing would be said of it."""
     plan = plan_of("dp=1,recompute=full", model="llama-1b")
     assert plan.fits
@@ -80,7 +80,7 @@ def test_offload_is_told_as_if_all_left_that_can() -> None:
         ("dp=1,accumulate=4,offload=params+disk", 4),
     ],
 )
-def test_the_host_holds_whole_masters(layout: str, needed: int) -> None:
+def test_the_host_holds_full_master_weights(layout: str, needed: int) -> None:
     """Bytes of a parameter: master, moments, a gradient that comes early, or parameters and the sum of gradients.
 
     What a device saves was taken for what the host needs: a device has only the half of a master that its parameters
@@ -115,7 +115,7 @@ def test_the_host_holds_whole_masters(layout: str, needed: int) -> None:
         ),
     ],
 )
-def test_what_the_hosts_update_takes(layout: str, rule: dict[str, str], seconds: float) -> None:
+def test_time_of_the_hosts_update(layout: str, rule: dict[str, str], seconds: float) -> None:
     """With many microbatches copies hide behind them, and what is left is the update, of bytes counted by hand."""
     plan = plan_of(f"dp=1,{layout},recompute=full", model="llama-1b", host=1.0)
     asked = OptimizerConfig(**rule)  # type: ignore[arg-type]
@@ -124,7 +124,7 @@ def test_what_the_hosts_update_takes(layout: str, rule: dict[str, str], seconds:
     assert away == pytest.approx(seconds * plan.scenario.shape.parameters, rel=0.01)
 
 
-def test_what_would_do_nothing_is_not_told() -> None:
+def test_ineffective_techniques_are_not_listed() -> None:
     """Lossless compression has nothing to pack in a Llama without dropout; inputs are divided already under sp."""
     found = found_of(plan_of("tp=2,recompute=full", devices="2xh200"))
     assert "compress=lossless" not in found
@@ -136,24 +136,24 @@ def test_what_would_do_nothing_is_not_told() -> None:
     assert one.added_seconds > 0
 
 
-def test_rounding_halves_what_is_kept_and_is_never_searched() -> None:
+def test_lossy_compression_halves_saved_bytes_and_is_never_chosen() -> None:
     plan = plan_of("dp=1")
     one = found_of(plan)["compress=lossless+int8"]
     assert one.saved["activations"] / plan.memory.parts["activations"] == pytest.approx(0.49, abs=0.01)
     assert one.added_seconds > 0
-    wish = PlanRequest(shape=plan.scenario.shape, cluster=plan.scenario.cluster, batch=4, seq_len=8192)
-    assert {found.scenario.memory_options.compress for found in search_plans(wish)} == {"none"}
-    asked = search_plans(PlanRequest(**{**vars(wish), "memory_options": MemoryOptions(compress="lossless+int8")}))
+    request = PlanRequest(shape=plan.scenario.shape, cluster=plan.scenario.cluster, batch=4, seq_len=8192)
+    assert {found.scenario.memory_options.compress for found in search_plans(request)} == {"none"}
+    asked = search_plans(PlanRequest(**{**vars(request), "memory_options": MemoryOptions(compress="lossless+int8")}))
     assert {found.scenario.memory_options.compress for found in asked} == {"lossless+int8"}
     assert all(found.layout.recompute != "ops" for found in asked)
 
 
-def test_what_train_refuses_is_not_told() -> None:
+def test_techniques_that_train_refuses_are_not_listed() -> None:
     """Rules of whole matrices have no states on the host, and what is packed does not leave as it is."""
     plain = set(found_of(plan_of("dp=1,recompute=full")))
     packed = set(found_of(plan_of("dp=1,recompute=full", thrift=MemoryOptions(compress="lossless+int8"))))
     assert {"offload=activations", "recompute=ops"} <= plain - packed
-    factored = set(found_of(plan_of("dp=1,recompute=full", rule=DefaultRule(name="adafactor"))))
+    factored = set(found_of(plan_of("dp=1,recompute=full", optimizer=DefaultRule(name="adafactor"))))
     assert {"offload=optimizer", "offload=params", "optimizer.states=int8"} <= plain - factored
     assert "offload=activations" in factored
     away = found_of(plan_of("dp=1,recompute=full,offload=optimizer"))
@@ -163,20 +163,22 @@ def test_what_train_refuses_is_not_told() -> None:
     assert all(one.plan.runnable for one in away.values())
 
 
-def test_an_average_of_the_weights_stays_with_another_rule() -> None:
+def test_ema_stays_with_another_optimizer() -> None:
     """It was left out, and counted as saved."""
-    plan = plan_of("dp=1,recompute=full", rule=DefaultRule(ema=0.99))
+    plan = plan_of("dp=1,recompute=full", optimizer=DefaultRule(ema=0.99))
     found, parameters = found_of(plan), plan.scenario.shape.parameters
     for name in ("optimizer.states=bfloat16", "optimizer.name=lion"):
         assert found[name].saved["states"] == pytest.approx(4 * parameters)
 
 
-def test_what_leaves_is_not_chosen_for_what_cannot() -> None:
+def test_offload_is_not_chosen_for_incompatible_optimizers() -> None:
     """A model that fits only with activations on the host, where they are packed."""
-    wish = PlanRequest(shape=resolve_shape("llama-1b"), cluster=cluster.parse_cluster("1xv100"), batch=1, seq_len=98304)
-    (found, *_) = search_plans(wish, top=1)
+    request = PlanRequest(
+        shape=resolve_shape("llama-1b"), cluster=cluster.parse_cluster("1xv100"), batch=1, seq_len=98304
+    )
+    (found, *_) = search_plans(request, top=1)
     assert found.layout.offload == "params+activations"
-    assert search_plans(replace(wish, memory_options=MemoryOptions(compress="lossless+fp8")), top=1) == []
+    assert search_plans(replace(request, memory_options=MemoryOptions(compress="lossless+fp8")), top=1) == []
 
 
 def test_a_buffer_bounds_what_is_gathered() -> None:
@@ -187,12 +189,12 @@ def test_a_buffer_bounds_what_is_gathered() -> None:
     assert cut.times["dp"] >= whole.times.get("dp", 0)  # modules of a layer that is repeated are gathered once more
 
 
-def test_a_rule_is_priced_as_it_is() -> None:
-    plain, lion = plan_of("dp=1,recompute=full"), plan_of("dp=1,recompute=full", rule=DefaultRule(name="lion"))
+def test_the_given_optimizer_is_priced() -> None:
+    plain, lion = plan_of("dp=1,recompute=full"), plan_of("dp=1,recompute=full", optimizer=DefaultRule(name="lion"))
     assert lion.memory.parts["optimizer"] == pytest.approx(plain.memory.parts["optimizer"] / 2)
 
 
-def test_the_command_tells_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_lists_savings(capsys: pytest.CaptureFixture[str]) -> None:
     ask = ["plan", "llama-8b", "--cluster", "1xh200", "--batch", "4", "--savings", "--set", "optimizer.name=lion"]
     answer = CliRunner().invoke(app, [*ask, "--json"])
     told = json.loads(answer.stdout)["savings"]
@@ -242,7 +244,7 @@ def test_settings_that_do_nothing_in_the_layout_are_refused() -> None:
     assert told_of("optimizer.in_backward=true", "clip=0", layout="dp=8")["plans"]
 
 
-def test_what_train_refuses_is_for_plans_only() -> None:
+def test_options_that_train_refuses_are_plan_only() -> None:
     for setting, layout in (
         ("optimizer.name=adafactor", "dp=8,offload=disk"),
         ("compress=lossless", "dp=8,recompute=ops"),
@@ -250,19 +252,19 @@ def test_what_train_refuses_is_for_plans_only() -> None:
         assert not told_of(setting, layout=layout)["plans"][0]["runnable"]  # type: ignore[index]
 
 
-def test_the_command_that_trains_a_plan_leaves_out_what_does_nothing_there() -> None:
+def test_the_train_command_leaves_out_ineffective_settings() -> None:
     given = ["memory.arena=true", "compress=lossless"]
     assert settings_with_effect(given, "dp=8,zero=1") == ["compress=lossless"]
     assert settings_with_effect(given, "dp=8,recompute=full") == given
 
 
-def test_where_nothing_fits_they_are_told_unasked() -> None:
+def test_savings_are_listed_if_nothing_fits() -> None:
     answer = CliRunner().invoke(app, ["plan", "gpt3-175b", "--cluster", "8xa100-40", "--batch", "64", "--json"])
     assert answer.exit_code != 0
     told = json.loads(answer.stdout)["savings"]
     assert any(one["technique"] == "optimizer.name=adafactor" and one["saved_bytes"] > GIB for one in told)
 
 
-def test_a_rule_by_its_name_is_the_one_of_a_configuration() -> None:
+def test_default_rule_equals_the_configurations() -> None:
     """Planning may not know the configuration: both write down what is usual."""
     assert asdict(DefaultRule()) == asdict(OptimizerConfig())

@@ -58,7 +58,7 @@ def case_of(shape: ModelConfig, layout: str, rule: OptimizerConfig, devices: str
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", SHAPES)
-def test_states_are_those_of_the_run_to_the_byte(name: str, rule: str) -> None:
+def test_optimizer_state_equals_a_runs_to_the_byte(name: str, rule: str) -> None:
     shape = SHAPES[name]
     engine = Engine(models.build(shape, "meta"), "dp=1", RULES[rule])
     held = cost.rank_state_bytes(RULES[rule], engine.parallel.placement)
@@ -75,7 +75,7 @@ def on_a_rank(shape: ModelConfig, layout: str, rule: OptimizerConfig) -> tuple[i
 
 
 @pytest.mark.parametrize("layout", ["dp=2,zero=1", "tp=2"])
-def test_states_and_messages_of_ranks(pool: RankPool, layout: str) -> None:
+def test_optimizer_state_and_collectives_of_ranks(pool: RankPool, layout: str) -> None:
     shape = SHAPES["llama"]
     for name in ("int8", "lamb", "adafactor", "sm3", "muon"):
         rule = RULES[name]
@@ -93,7 +93,7 @@ def test_states_and_messages_of_ranks(pool: RankPool, layout: str) -> None:
         assert planned.wire_bytes == pytest.approx(sent, rel=0.01)
 
 
-def test_gradients_that_are_let_go_are_not_all_there() -> None:
+def test_update_in_backward_frees_gradients() -> None:
     shape, one = resolve_shape("llama-1b"), Layout.parse("dp=1,recompute=full")
 
     def of(rule: OptimizerConfig, layout: Layout = one) -> dict[str, int]:

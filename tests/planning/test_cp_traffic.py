@@ -1,4 +1,4 @@
-"""Context parallelism in plans: bytes counted by hand, what hides, which links, how much room."""
+"""Context parallelism in plans: bytes counted by hand, overlap, links, memory."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ def test_a_ring_sends_every_slice_past_every_rank():
     assert cp_bytes_per_token(again) == 78 * KIB + 7 * 2 * KV
 
 
-def test_what_is_gathered_is_gathered_twice_and_scattered_in_32_bits():
+def test_gather_all_gathers_twice_and_reduce_scatters_in_float32():
     assert cp_bytes_per_token(case("cp=8,cp_kind=gather")) == 7 * (2 * 2 * KV + 4 * KV) == 112 * KIB
 
 
-def test_heads_are_exchanged_there_and_back_forward_and_backward():
+def test_ulysses_exchanges_heads_twice_in_forward_and_in_backward():
     assert cp_bytes_per_token(case("cp=8,cp_kind=ulysses")) == 7 / 8 * 2 * 2 * (2 * Q + KV) == 35 * KIB
 
 
-def test_both():
+def test_ring_ulysses_sends_both():
     exchanged = 1 / 2 * 2 * 2 * (2 * Q + KV)
     around = 3 * 2 * (2 * KV) + 1 * KV + 2 * (2 * KV)
     assert cp_bytes_per_token(case("cp=8,cp_kind=ring-ulysses,ulysses=2")) == exchanged + around == 54 * KIB
 
 
-def test_tp_divides_what_is_sent_and_few_key_value_heads_are_sent_more_than_once():
+def test_tp_divides_cp_bytes_and_few_kv_heads_are_sent_more_than_once():
     assert cp_bytes_per_token(case("tp=2,cp=8")) == cp_bytes_per_token(case("cp=8")) / 2
     # 16 ranks of tp x ulysses share 8 key-value heads: each goes to two.
     exchanged = 7 / 8 * 2 * 2 * (2 * Q / 2 + 2 * KV / 2)
@@ -72,7 +72,7 @@ def test_a_grid_divides_heads_by_its_side_and_sequences_by_the_rest():
 # -- links ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_ring_is_near_where_it_fits_a_node():
+def test_a_ring_that_fits_a_node_stays_in_it():
     near, far = cp_traffic(case("cp=8")), cp_traffic(case("tp=2,cp=8"))
     assert (near.ring_steps, near.ring_in_node, far.ring_in_node) == (8, True, False)
     assert near.ring_bytes == LAYERS * LENGTH / 8 * 2 * KV
@@ -85,14 +85,14 @@ def test_heads_stay_inside_a_node_and_the_ring_leaves_it():
     assert found.intra_node_bytes == LAYERS * LENGTH / 16 * 35 * KIB
 
 
-def test_of_an_exchange_between_nodes_a_part_stays_inside():
+def test_an_all_to_all_between_nodes_keeps_a_part_inside():
     """16 ranks on 2 nodes: of what a rank sends 7 parts stay, and 8 leave."""
     found = cp_traffic(case("cp=16,cp_kind=ulysses"))
     each = LAYERS * LENGTH / 16 * 2 * 2 * (2 * Q + 2 * KV) / 16
     assert (found.intra_node_bytes, found.inter_node_bytes) == (7 * each, 8 * each)
 
 
-def test_what_is_gathered_between_nodes_comes_over_the_links_of_all_ranks_of_a_node():
+def test_a_gather_between_nodes_uses_the_links_of_all_ranks_of_a_node():
     found = cp_traffic(case("cp=16,cp_kind=gather"))
     assert found.intra_node_bytes == LAYERS * LENGTH / 16 * cp_bytes_per_token(case("cp=16,cp_kind=gather"))
     assert found.inter_node_bytes == found.intra_node_bytes / 8
@@ -103,7 +103,7 @@ def test_what_is_gathered_between_nodes_comes_over_the_links_of_all_ranks_of_a_n
 
 
 @pytest.mark.parametrize("kind", ["ring", "gather", "ulysses"])
-def test_slow_links_between_nodes_are_felt_where_they_are_used(kind):
+def test_slow_inter_node_links_slow_only_groups_that_span_nodes(kind):
     def seconds(layout, factor):
         found = case(f"{layout},cp_kind={kind}", "16xh100")
         link = replace(found.cluster.inter_node, bandwidth=found.cluster.inter_node.bandwidth / factor)
@@ -159,14 +159,14 @@ def test_gathers_and_exchanges_are_exposed():
         assert slow == fast == pytest.approx(sent + work.cp.num_collectives * work.device.latency)
 
 
-def test_arrays_price_as_numbers_do():
+def test_stacked_work_is_timed_as_single_work():
     works = [count_work(case(text)) for text in ("cp=8", "cp=1", "tp=2,cp=8,cp_kind=gather", "cp=8,cp_kind=ulysses")]
     together = microbatch_time(stack_work(works)).cp.tolist()
     assert together == pytest.approx([float(microbatch_time(work).cp) for work in works])
     assert together[1] == 0
 
 
-def test_blocks_are_merged():
+def test_merging_of_blocks_is_memory_traffic():
     """Forward: a copy of keys and values, 8 results read and one written."""
     found = cp_traffic(case("cp=8"))
     tokens = LAYERS * LENGTH / 8
@@ -176,7 +176,7 @@ def test_blocks_are_merged():
     assert (found.is_blockwise, cp_traffic(case("cp=8,cp_kind=ulysses")).is_blockwise) == (True, False)
 
 
-def test_other_programs_add_every_part_as_it_comes():
+def test_other_programs_add_every_result_as_it_comes():
     ours, theirs = (cp_traffic(case("cp=8", program=program)).memory_bytes for program in ("echelon", "others"))
     assert theirs - ours == LAYERS * LENGTH / 8 * (7 - 1) * 2 * cp_traffic_module.FP32_BYTES * Q
 
@@ -189,7 +189,7 @@ def layer_bytes(found):
     return saved_layer_bytes(found, layer, recompute_plan(found))
 
 
-def test_activations_fall_with_the_ranks():
+def test_cp_divides_saved_activations():
     """Beside them a ring keeps a copy of its keys and values, an exchange one of its result."""
     whole, half = case("cp=1"), case("cp=2")
     copy = LENGTH / 2 * 2 * KV
@@ -200,7 +200,7 @@ def test_activations_fall_with_the_ranks():
     assert saved_cp_bytes(case("cp=2", program="others")) == 0
 
 
-def test_a_ring_needs_room_for_slices_and_a_gather_for_sequences():
+def test_working_memory_of_ring_gather_and_ulysses():
     slice_bytes = LENGTH / 8 * KV
     # At hand, arriving, going home and coming, 2 bytes each; 8 gradients of keys, of values and 4 of queries wait.
     waiting = LENGTH / 8 * (8 * 2 * KV + (4 * 2 + cp_traffic_module.FP32_BYTES) * Q)
@@ -211,12 +211,12 @@ def test_a_ring_needs_room_for_slices_and_a_gather_for_sequences():
     assert cp_working_bytes(case("cp=1")) == 0
 
 
-def test_the_room_is_in_the_plan():
+def test_cp_working_memory_is_in_the_plan():
     found = case("dp=8,cp=8,cp_kind=gather,recompute=full,zero=3")
     assert peak_memory(found).parts["working"] > cp_working_bytes(found) > 0.9 * 3 * 2**30
 
 
-def test_states_are_divided_over_cp_too():
+def test_zero_shards_states_over_cp_too():
     parts = peak_memory(case("cp=8,zero=3", "8xh100")).parts
     assert parts["optimizer"] == pytest.approx(8 * resolve_shape("llama-8b").parameters / 8, rel=1e-3)
     assert parts["buffers"] > 0

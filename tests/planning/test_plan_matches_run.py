@@ -52,7 +52,7 @@ def counted(text: str) -> tuple[dict[str, int], float, float]:
     "layout",
     ["dp=2,zero=0", "dp=2,zero=1,accumulate=2", "dp=2,zero=2,accumulate=3", "tp=2,sp=0", "tp=2", "tp=2,accumulate=2"],
 )
-def test_states_and_messages_of_a_plan_are_those_of_a_run(pool: RankPool, layout: str) -> None:
+def test_states_and_collectives_of_a_plan_equal_those_of_a_run(pool: RankPool, layout: str) -> None:
     held, over_dp, over_tp = pool.run(counted, 2, layout)[0]
     case = Scenario(
         shape=resolve_shape(MODEL),

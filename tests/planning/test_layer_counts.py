@@ -1,4 +1,4 @@
-"""Our own program on GPUs: what its kernels keep, when it is fullest, and whose constants price it."""
+"""Layer counts of Echelon's models on GPUs: saved tensors, the peak, and the constants that price them."""
 
 from __future__ import annotations
 
@@ -50,28 +50,28 @@ def per_token(found):
 WIDTH, Q, KV, OUT, FFN = 2048, 2048, 1024, 2048, 8192
 
 
-def test_llama_keeps_what_its_backward_reads_once():
+def test_llama_saves_what_its_backward_reads_once():
     assert per_token(case()) == pytest.approx(4 * WIDTH + Q + KV + OUT + 3 * FFN)
 
 
-def test_ops_keeps_what_cannot_be_made_again():
+def test_ops_saves_what_it_cannot_recompute():
     assert per_token(case("dp=1,microbatch=8,recompute=ops")) == pytest.approx(2 * WIDTH + Q + KV + OUT + 2 * FFN)
 
 
-def test_8_bits_keep_one_byte_of_what_products_read():
+def test_fp8_saves_one_byte_of_gemm_inputs():
     wide = 2 * WIDTH + Q + KV + OUT + 2 * FFN
     assert per_token(case(precision="fp8")) == pytest.approx(wide + (2 * WIDTH + OUT + FFN) / 2)
     assert per_token(case("dp=1,microbatch=8,recompute=ops", precision="fp8")) == pytest.approx(wide)
 
 
-def test_gpt_keeps_its_own():
+def test_gpt_saves_what_torch_operators_read():
     found = case("dp=1", "gpt2-124m", seq_len=1024)
     assert per_token(found) == pytest.approx(4 * 768 + 4 * 768 + 2 * 3072)
     assert per_token(replace(found, layout=Layout(recompute="ops"))) == pytest.approx(2 * 768 + 4 * 768 + 3072)
 
 
 @pytest.mark.parametrize("model", ["mixtral-8x7b", "deepseek-v3"])
-def test_where_nobody_counted_a_share_is_assumed(model):
+def test_ops_of_other_models_saves_an_assumed_share(model):
     found = case("dp=1,recompute=ops", model, precision="fp8")  # there are no experts in 8 bits
     assert not found.has_kernels
     assert not found.runnable
@@ -82,7 +82,7 @@ def test_where_nobody_counted_a_share_is_assumed(model):
     assert recompute_shares(found).elementwise == 1
 
 
-def test_qwen_keeps_queries_and_keys_twice_and_rows_where_their_experts_are():
+def test_qwen_saves_queries_and_keys_twice_and_tokens_at_their_experts():
     """Norms of heads read them once, attention again. The gate's input is in 32 bits, twice as many elements."""
     width, q, k, out, ffn, experts = 2048, 4096, 512, 4096, 768, 128
     attention = 3 * width + 2 * (q + k) + k + out
@@ -93,7 +93,7 @@ def test_qwen_keeps_queries_and_keys_twice_and_rows_where_their_experts_are():
     assert per_token(ops) == pytest.approx(attention + mixture - width)
 
 
-def test_deepseek_keeps_narrow_vectors_and_its_shared_expert():
+def test_deepseek_saves_latent_vectors_and_its_shared_expert():
     width, heads, ffn = 7168, 128, 2048
     narrow, normed = 1536 + 512 + 64, 1536 + 512
     found = case(model="deepseek-v3", imbalance=1.0)
@@ -106,7 +106,7 @@ def test_deepseek_keeps_narrow_vectors_and_its_shared_expert():
 
 
 @pytest.mark.parametrize(("gate", "experts", "k"), [("mixtral", 8, 2), ("qwen", 32, 4), ("deepseek-v3", 32, 4)])
-def test_a_mixture_keeps_what_a_real_one_does(gate, experts, k, monkeypatch):
+def test_counted_moe_layer_saves_what_a_real_one_does(gate, experts, k, monkeypatch):
     width, ffn, tokens = 256, 128, 256
     # As the kernel on a GPU, which keeps what it reads and nothing else.
     monkeypatch.setattr("echelon.moe.experts.swiglu", partial(swiglu, recompute=True))
@@ -131,7 +131,7 @@ def test_a_mixture_keeps_what_a_real_one_does(gate, experts, k, monkeypatch):
     assert found == pytest.approx(expected, rel=0.05)
 
 
-def test_making_again_costs_less_than_all_operators():
+def test_recompute_ops_costs_less_than_all_operators():
     """The activation is made on backward's way, and nothing is added to the stream again."""
     again = recompute_shares(case("dp=1,recompute=ops"))
     assert 0.1 < again.elementwise < 0.5
@@ -143,11 +143,11 @@ def test_making_again_costs_less_than_all_operators():
 
 
 @pytest.mark.parametrize("vocab", [257, 50257, 128256, 10**7])
-def test_a_chunk_of_logits_is_the_losses(vocab):
+def test_planner_and_loss_share_the_chunk_of_logits(vocab):
     assert tokens_per_chunk(vocab, 2) == cross_entropy.tokens_per_chunk(vocab, 2)
 
 
-def test_at_the_head_there_are_no_gradients_and_at_the_end_no_activations():
+def test_the_peak_has_no_gradients_at_the_head_and_no_activations_at_the_end():
     """Many tokens: full of activations at the head. Few: full of gradients at the end."""
     many, few = stage_memory(case(), 0).parts, stage_memory(case("dp=1,recompute=full", seq_len=512), 0).parts
     assert "gradients" not in many
@@ -156,13 +156,13 @@ def test_at_the_head_there_are_no_gradients_and_at_the_end_no_activations():
     assert few["activations"] < 0.01 * many["activations"]
 
 
-def test_with_several_microbatches_gradients_are_there_in_32_bits():
+def test_several_microbatches_accumulate_gradients_in_float32():
     once, twice = (stage_memory(case(f"dp=1,microbatch=8,accumulate={n}"), 0).parts for n in (1, 2))
     assert twice["gradients"] == 4 * resolve_shape("llama-1b").parameters
     assert twice["activations"] == once["activations"]
 
 
-def test_8_bit_weights_are_kept_where_they_are_used_again():
+def test_fp8_weights_are_stored_if_several_microbatches_use_them():
     bf16, fp8 = (
         stage_memory(case("dp=1,microbatch=2,accumulate=4", precision=kind), 0).parts["parameters"]
         for kind in ("bf16", "fp8")
@@ -173,13 +173,13 @@ def test_8_bit_weights_are_kept_where_they_are_used_again():
     assert stage_memory(once, 0).parts["parameters"] == 2 * once.shape.parameters
 
 
-def test_short_moments_take_half_of_the_optimizers_memory_and_of_its_time():
+def test_bfloat16_moments_halve_optimizer_memory_and_traffic():
     long, short = (price(case(moment_bytes=size)) for size in (4, 2))
     assert short.memory.parts["optimizer"] == long.memory.parts["optimizer"] / 2
     assert short.times["update"] == pytest.approx(long.times["update"] * 20 / 28)
 
 
-def test_a_mixtures_backward_is_fullest_where_weights_or_activations_are():
+def test_moe_backward_peaks_at_weight_gradients_or_activations():
     """Few rows: up's gradient, made whole before it is put away. Many: what the activation reads, and its gradient."""
     few, many = (case(f"dp=1,microbatch={n}", "mixtral-8x7b") for n in (1, 8))
     layer, width, ffn = few.shape.layers[0][0], 4096, 14336
@@ -196,7 +196,7 @@ def test_a_mixtures_backward_is_fullest_where_weights_or_activations_are():
     )
 
 
-def test_others_keep_whole_states_throughout():
+def test_other_programs_store_unsplit_states():
     parts = stage_memory(case(program="others"), 0).parts
     assert (parts["master"], parts["gradients"]) == (2 * parts["parameters"], 2 * parts["parameters"])
 
@@ -204,7 +204,7 @@ def test_others_keep_whole_states_throughout():
 # -- whose constants --------------------------------------------------------------------------------------------------
 
 
-def test_ours_are_for_our_models_on_gpus_alone():
+def test_native_constants_are_for_echelons_models_on_gpus():
     assert (
         constants_for(case())
         == constants_for(case(model="mixtral-8x7b"))
@@ -216,13 +216,13 @@ def test_ours_are_for_our_models_on_gpus_alone():
     assert not case("dp=1", "llama-tiny", "1xcpu", 64).has_kernels
 
 
-def test_our_kernels_are_faster_and_leaner_than_plain_operators():
+def test_kernels_are_faster_and_leaner_than_plain_operators():
     ours, plain = (price(case(program=program)) for program in ("echelon", "plain"))
     assert ours.seconds < plain.seconds
     assert ours.memory.total < plain.memory.total
 
 
-def test_kernels_of_all_precisions_take_less_in_8_bits():
+def test_fp8_is_faster_and_saves_less():
     wide, narrow = (price(case(precision=kind)) for kind in ("bf16", "fp8"))
     assert narrow.seconds < wide.seconds
     assert saved_tensor_bytes(narrow.scenario, narrow.scenario.shape.layers[0][0]) < saved_tensor_bytes(
@@ -231,7 +231,7 @@ def test_kernels_of_all_precisions_take_less_in_8_bits():
 
 
 @pytest.mark.parametrize(("table", "rows"), [("h200", 10), ("h200-mixtures", 4)])
-def test_the_table_of_measured_steps_is_near(table, rows):
+def test_measured_steps_are_predicted_within_three_per_cent(table, rows):
     """Within 10 % is what S11 asks; the constants were fitted to these, so the mean is much nearer."""
     found = planner_comparison.read_steps(Path(__file__).parents[2] / "bench" / "measured" / f"{table}.json")
     wrong = [abs(price(step.scenario).seconds / step.seconds - 1) for step in found]
@@ -242,7 +242,7 @@ def test_the_table_of_measured_steps_is_near(table, rows):
 # -- search -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_search_makes_again_where_that_is_enough():
+def test_the_search_chooses_ops_if_that_is_enough():
     """12 sequences at once leave too little of one H200 for all activations, and enough for those that `ops` keeps."""
     fixed = {"microbatch": 12}
     asked = PlanRequest(

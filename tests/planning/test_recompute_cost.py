@@ -92,7 +92,7 @@ def fullest(shape: ModelConfig, recompute: str) -> int:
 
 @pytest.mark.parametrize("kind", ["none", "ops", "selective", "full", "every:2", "every:4"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_layers_keep_what_a_plan_says(name: str, kind: str) -> None:
+def test_layers_save_what_a_plan_predicts(name: str, kind: str) -> None:
     shape = SHAPES[name]
     if name == "mixture" and kind not in ("none", "ops", "selective"):
         pytest.skip("what a gate notes of its loads until the step's end is as much as the inputs of so small a model")
@@ -101,7 +101,7 @@ def test_layers_keep_what_a_plan_says(name: str, kind: str) -> None:
     assert planned == pytest.approx(found, rel=0.05)
 
 
-def test_a_budget_is_spent_as_a_run_spends_it() -> None:
+def test_a_budget_is_solved_as_in_a_run() -> None:
     """The same solver, on bytes that are counted by a run and by a plan."""
     shape = SHAPES["gpt"]
     for share in (0.4, 0.8):
@@ -119,7 +119,7 @@ def test_a_budget_is_spent_as_a_run_spends_it() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", [name for name in SHAPES if name not in ("latent", "mixture")])
-def test_a_step_is_as_full_as_a_plan_says(name: str, kind: str) -> None:
+def test_peak_memory_of_a_step_is_predicted(name: str, kind: str) -> None:
     shape = SHAPES[name]
     found = fullest(shape, kind)
     parts = stage_memory(case_of(shape, kind), 0).parts
@@ -147,7 +147,7 @@ def on_a_rank(shape: ModelConfig, layout: str) -> int:
 
 
 @pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("gpt", 4)])
-def test_ranks_of_tp_keep_what_a_plan_says(pool: RankPool, name: str, tp: int) -> None:
+def test_tp_ranks_save_what_a_plan_predicts(pool: RankPool, name: str, tp: int) -> None:
     """Under sequence parallelism what is gathered at the beginning of a region is kept whole."""
     shape = SHAPES[name]
     for keys in ("", ",recompute=ops", ",recompute=selective", ",recompute=full", ",sp=0", ",sp=0,recompute=ops"):
@@ -159,7 +159,7 @@ def test_ranks_of_tp_keep_what_a_plan_says(pool: RankPool, name: str, tp: int) -
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt, dropout"])
-def test_a_run_and_a_plan_count_the_same_flops_again(name: str) -> None:
+def test_a_run_and_a_plan_count_the_same_recomputed_flops(name: str) -> None:
     """So HFU is the same share above MFU in both."""
     shape = SHAPES[name]
     for kind in KINDS:

@@ -1,4 +1,4 @@
-"""What plans say of compressed and divided activations is what a run keeps."""
+"""Compressed and partitioned activations of a plan equal those of a run."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def packed(shape: ModelConfig, compress: str) -> int:
 
 @pytest.mark.parametrize("compress", ["lossless", "lossless+fp16", "lossless+fp8", "lossless+int8"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_what_is_packed_is_what_a_plan_says(name: str, compress: str) -> None:
+def test_compressed_bytes_are_predicted(name: str, compress: str) -> None:
     shape = SHAPES[name]
     found = packed(shape, compress)
     case = case_of(shape, f"dp=1,microbatch={ROWS}", MemoryOptions(compress=compress))
@@ -75,7 +75,7 @@ def inputs_kept(shape: ModelConfig, layout: str, partition: bool) -> int:
     return LAYERS * stored.nbytes
 
 
-def test_inputs_are_divided_as_a_plan_says(pool: RankPool) -> None:
+def test_partitioned_inputs_are_predicted(pool: RankPool) -> None:
     shape, layout = SHAPES["llama"], f"tp=2,sp=0,recompute=full,microbatch={ROWS}"
     for partition in (False, True):
         found = pool.run(inputs_kept, 2, shape, layout, partition)[0]

@@ -49,7 +49,7 @@ def counted(text: str) -> tuple[dict[str, int], float]:
 
 
 @pytest.mark.parametrize("layout", [*GRIDS, f"{GRIDS[0]},recompute=full,accumulate=2"])
-def test_states_and_messages_of_a_plan_are_those_of_a_run(pool: RankPool, layout: str) -> None:
+def test_states_and_collectives_of_a_plan_equal_those_of_a_run(pool: RankPool, layout: str) -> None:
     held, wire = pool.run(counted, Layout.parse(layout).world, layout)[0]
     case = Scenario(
         shape=resolve_shape(MODEL),
@@ -63,7 +63,7 @@ def test_states_and_messages_of_a_plan_are_those_of_a_run(pool: RankPool, layout
     assert count_work(case).microbatch.tp.wire_bytes * case.layout.accumulate == pytest.approx(wire, rel=0.02)
 
 
-def test_products_in_8_bits_are_not_for_a_grid() -> None:
+def test_fp8_is_not_for_a_tp_grid() -> None:
     assert supports_precision("fp8", Layout.parse("tp=2"))
     assert not supports_precision("fp8", Layout.parse(GRIDS[0]))
     assert supports_precision("bf16", Layout.parse(GRIDS[0]))

@@ -50,13 +50,13 @@ def test_every_plan_fits_fills_the_batch_and_can_be_run():
         ec.Layout.parse(str(plan.layout))
 
 
-def test_the_same_question_has_the_same_answer():
+def test_the_search_is_deterministic():
     first, second = (search_plans(wish()) for _ in range(2))
     assert [plan.to_json() for plan in first] == [plan.to_json() for plan in second]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "fp32"])
-def test_nothing_that_was_listed_is_faster_and_fits(precision):
+def test_no_listed_layout_is_faster_and_fits(precision):
     """The search leaves nothing out: price every layout of a small question."""
     asked = wish("llama-1b", "2xh100", 8, 4096, precision=precision)
     best = search_plans(asked)[0]
@@ -64,25 +64,25 @@ def test_nothing_that_was_listed_is_faster_and_fits(precision):
     assert best.seconds == min(plan.seconds for plan in every if plan.fits)
 
 
-def test_what_is_fixed_stays():
+def test_fixed_keys_stay():
     for plan in search_plans(wish(fixed={"tp": 4, "schedule": "zb-h1", "pp": 2})):
         assert (plan.layout.tp, plan.layout.pp, plan.layout.schedule) == (4, 2, "zb-h1")
 
 
-def test_layouts_that_cannot_be_run_are_left_out_unless_asked_for():
+def test_plan_only_layouts_are_left_out_by_default():
     asked = wish(plan_only=True, precision="fp4")
     assert all(not plan.runnable for plan in search_plans(asked))
     assert all(plan.runnable for plan in search_plans(wish()))
 
 
-def test_experts_are_divided_without_being_asked_to():
+def test_ep_is_chosen_by_default():
     found = search_plans(wish("mixtral-8x7b", "64xh100", 256, 4096))
     assert any(plan.layout.ep > 1 for plan in found)
     assert all(plan.runnable for plan in found)
 
 
 @pytest.mark.parametrize(("devices", "batch"), [("12xh100", 96), ("7xh100", 56), ("7xh100", 64), ("24xa100-80", 120)])
-def test_counts_that_are_no_powers_of_two(devices, batch):
+def test_world_sizes_that_are_not_powers_of_two(devices, batch):
     plans = search_plans(wish("llama-8b", devices, batch, 4096))
     assert plans
     assert plans[0].layout.world <= cluster.parse_cluster(devices).devices
@@ -108,7 +108,7 @@ def test_the_objectives_differ():
     assert few.seconds > slow.seconds
 
 
-def test_what_does_not_fit_is_told_with_its_largest_terms_and_a_remedy():
+def test_infeasible_requests_name_largest_terms_and_a_remedy():
     least = least_memory_plan(wish("llama-405b", "8xh100", 8, 4096))
     words = explain_infeasible(least)
     assert "Nothing fits" in words[0]
@@ -117,17 +117,17 @@ def test_what_does_not_fit_is_told_with_its_largest_terms_and_a_remedy():
     assert search_plans(wish("llama-405b", "8xh100", 8, 4096)) == []
 
 
-def test_where_nothing_fits_states_leave_for_the_host():
+def test_states_are_offloaded_if_nothing_fits():
     asked = wish("llama-70b", "8xa100-80", 64, 4096)
     best = search_plans(asked, top=1)[0]
     assert best.fits
     assert best.layout.offload in ("optimizer", "optimizer+activations")
     assert search_plans(replace(asked, fixed={"offload": "none"}), top=1) == []
-    muon = replace(asked, rule=OptimizerConfig(name="muon"))
+    muon = replace(asked, optimizer=OptimizerConfig(name="muon"))
     assert search_plans(muon, top=1) == [], "a rule that the host cannot update"
 
 
-def test_of_what_may_leave_the_fastest_is_chosen():
+def test_the_fastest_offload_is_chosen():
     """The first kind that made room was taken: here the states, and layers were repeated that need not be."""
     asked = wish("llama-1b", "1xa100-40", 1, 131072)
     best = search_plans(asked, top=1)[0]
@@ -183,7 +183,7 @@ def test_the_formula_is_near_the_simulation():
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "dualpipe-v", "interleaved"])
 @pytest.mark.parametrize("pp", [2, 4, 8])
-def test_a_long_step_goes_on_as_it_has_begun(pp, schedule):
+def test_long_steps_are_extrapolated_from_the_steady_state(pp, schedule):
     """Only part of a long step is simulated: it must be what simulating all of it gives."""
     found = case(f"pp={pp},accumulate=1024,dp=8,schedule={schedule}")
     whole = step_timeline(found).duration
@@ -230,7 +230,7 @@ def test_one_layout_can_be_priced_and_one_that_does_not_fit_says_so():
     assert json.loads(result.stdout)["plans"][0]["fits"] is False
 
 
-def test_all_faults_are_told_at_once():
+def test_all_faults_are_reported_at_once():
     result = CliRunner().invoke(app, ["plan", "lama-8b", "--cluster", "0xh10", "--batch", "-3", "--fix", "tpp=2"])
     assert result.exit_code == 2
     for word in ("lama-8b", "0xh10", "batch=-3", "tpp"):
@@ -254,7 +254,7 @@ def test_train_takes_the_planners_layout(tmp_path):
 # -- 8 bits -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_in_8_bits_is_run_in_8_bits(tmp_path):
+def test_an_fp8_plan_trains_in_fp8(tmp_path):
     arguments = ["plan", "llama-8b", "--cluster", "8xh100", "--batch", "64", "--precision", "fp8", "--json"]
     result = CliRunner().invoke(app, arguments)
     file = tmp_path / "plan.json"
@@ -269,14 +269,14 @@ def test_a_plan_in_8_bits_is_run_in_8_bits(tmp_path):
     assert with_planned_layout(by_row, str(file), 8)[0].precision.compute == "fp8-row"
 
 
-def test_the_command_of_a_plan_says_8_bits():
+def test_the_train_command_of_a_plan_sets_fp8():
     best = search_plans(wish(precision="fp8"), top=1)[0]
     assert best.runnable
     assert "--set dtype=bfloat16 --set precision.compute=fp8" in train_command(best, "llama-8b")
     assert "precision.compute" not in train_command(search_plans(wish(), top=1)[0], "llama-8b")
 
 
-def test_8_bits_leave_out_schedules_that_put_weights_gradients_off():
+def test_fp8_excludes_schedules_that_defer_weight_gradients():
     """As config/run_config.py refuses them: such a plan can be priced, and not be run."""
     asked = wish("llama-70b", "64xh100", 256, 4096, precision="fp8")
     found = [plan.layout for plan in search_plans(asked, top=20)]
@@ -287,7 +287,7 @@ def test_8_bits_leave_out_schedules_that_put_weights_gradients_off():
     assert search_plans(replace(asked, plan_only=True, fixed={"schedule": "zb-h1", "pp": 8}), top=1)
 
 
-def test_types_that_cannot_be_trained_in_are_plan_only():
+def test_dtypes_that_train_lacks_are_plan_only():
     layout = Layout.parse("dp=8")
     runnable = {kind for kind in PRECISIONS if price(wish(precision=kind, devices="8xb200").scenario(layout)).runnable}
     assert runnable == {"bf16", "fp16", "fp8", "fp32"}
@@ -317,7 +317,7 @@ def test_one_device_more_is_not_slower_and_slow_devices_can_stay_idle():
     assert seconds("64xh100+8xv100") <= alone
 
 
-def test_messages_between_nodes_are_priced_by_the_links_between_nodes():
+def test_inter_node_collectives_use_inter_node_links():
     near = wish("llama-8b", "32xh100", 64, 4096)
     slow = cluster.parse_cluster("32xh100")
     slow = replace(slow, inter_node=replace(slow.inter_node, bandwidth=1e6))
@@ -325,13 +325,13 @@ def test_messages_between_nodes_are_priced_by_the_links_between_nodes():
     assert price(replace(near, cluster=slow).scenario(layout)).seconds > 2 * price(near.scenario(layout)).seconds
 
 
-def test_types_that_a_device_does_not_multiply_are_refused():
+def test_dtypes_that_a_device_lacks_are_refused():
     result = CliRunner().invoke(app, ["plan", "llama-8b", "--cluster", "8xa100-80", "--precision", "fp8"])
     assert result.exit_code == 2
     assert "legal: bf16, fp16, fp32" in result.stderr
 
 
-def test_hfu_repeats_the_layers_and_not_the_output_layer():
+def test_hfu_counts_recomputed_layers_without_the_head():
     plan = price(case("dp=64,recompute=full", "llama-1b"))
     shape = resolve_shape("llama-1b")
     layers = shape.flops(4096) - 2 * shape.head_parameters
@@ -343,7 +343,7 @@ def test_cost_prefers_fewer_devices_where_they_scale_badly():
     assert cheap.seconds * cheap.layout.world <= fast.seconds * fast.layout.world
 
 
-def test_what_is_off_the_device_must_fit_its_host():
+def test_offloaded_states_must_fit_the_host():
     asked = wish("llama-405b", "8xh200", 8, 4096, plan_only=True, fixed={"offload": "params"})
     assert search_plans(asked) == []
     assert "beyond the host" in least_memory_plan(asked).memory.parts
@@ -355,7 +355,7 @@ def test_other_objectives_of_a_large_cluster_are_answered(objective):
 
 
 @pytest.mark.parametrize("model", ["gpt2-124m", "llama-1b", "llama-8b", "mixtral-8x7b", "deepseek-v3"])
-def test_units_hold_every_parameter_once(model):
+def test_param_groups_hold_every_parameter_once(model):
     """On one device, norms and positions outside the layers too."""
     found = case("dp=1", model, "1xh100")
     assert sum(unit.numel * n for unit, n in param_groups(found, 0)) == resolve_shape(model).parameters
@@ -392,7 +392,7 @@ def test_no_layout_takes_less_than_the_bounds_say(devices, batch, seq_len, model
         ("16xh100", 4, 32768, "bf16"),
     ],
 )
-def test_the_branches_that_stay_closed_hold_none_of_the_best(devices, batch, seq_len, precision):
+def test_closed_branches_hold_none_of_the_best(devices, batch, seq_len, precision):
     """The ten best by formula of all layouts that fit are found, unless simulation puts them behind all that are."""
     asked = wish("llama-8b", devices, batch, seq_len, precision=precision)
     fitting = [c for c in map(asked.scenario, all_layouts(asked)) if peak_memory(c).total <= asked.cluster.memory]

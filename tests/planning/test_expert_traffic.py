@@ -43,10 +43,10 @@ def case(layout: str, model: str = "mixtral-8x7b", devices: str = "64xh100", **o
 
 
 def best(model: str, devices: str, batch: int, **options) -> Plan:
-    wish = PlanRequest(
+    request = PlanRequest(
         shape=resolve_shape(model), cluster=cluster.parse_cluster(devices), batch=batch, seq_len=4096, **options
     )
-    return search_plans(wish, top=1)[0]
+    return search_plans(request, top=1)[0]
 
 
 # -- uneven loads -----------------------------------------------------------------------------------------------------
@@ -66,18 +66,18 @@ def test_the_busiest_rank_takes_longer_and_holds_more():
 @pytest.mark.parametrize(
     ("layout", "model"), [("dp=8,pp=8,accumulate=128", "mixtral-8x7b"), ("dp=64,zero=3", "llama-8b")]
 )
-def test_a_rank_with_all_experts_has_as_many_rows_always(layout, model):
+def test_a_rank_with_all_experts_has_an_even_load(layout, model):
     even, uneven = (price(case(layout, model, imbalance=imbalance)) for imbalance in (1.0, 1.9))
     assert even.times == uneven.times
     assert even.memory == uneven.memory
 
 
-def test_two_ranks_are_at_most_twice_as_uneven():
+def test_ep_2_has_at_most_twice_the_load():
     two, four = (price(case("dp=8,pp=8,ep=2,accumulate=128", imbalance=imbalance)) for imbalance in (2.0, 4.0))
     assert two.times == four.times
 
 
-def test_above_the_ceiling_memory_stays_and_rounds_cost_time():
+def test_above_the_load_limit_memory_stays_and_chunks_cost_time():
     below, above, more = (
         price(case(MIXTRAL, imbalance=x)) for x in (MAX_LOAD_FACTOR, MAX_LOAD_FACTOR + 1e-6, 2 * MAX_LOAD_FACTOR)
     )
@@ -108,7 +108,7 @@ def test_memory_and_time_grow_with_the_imbalance():
         ({"imbalance": 1.2, "layout": "dp=64,zero=3"}, "ep=1"),
     ],
 )
-def test_an_imbalance_that_is_none_or_does_nothing_is_refused(options, said):
+def test_an_invalid_or_ineffective_imbalance_is_refused(options, said):
     with pytest.raises(ValidationError, match=said):
         find_plans(**{"model": "mixtral-8x7b", "cluster": "64xh100", **options})
 
@@ -125,7 +125,7 @@ def test_the_imbalance_is_an_input_and_has_a_default():
 # -- what is told -----------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_tells_active_parameters_bytes_and_the_imbalance():
+def test_a_plan_reports_active_parameters_bytes_and_imbalance():
     command = ["plan", "mixtral-8x7b", "--cluster", "64xh100", "--batch", "1024", "--seq-len", "4096"]
     command += ["--layout", f"{MIXTRAL},recompute=full", "--imbalance", "1.25"]
     found = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)["plans"][0]
@@ -140,7 +140,7 @@ def test_a_plan_tells_active_parameters_bytes_and_the_imbalance():
     assert "imbalance 1.25 (assumed)" in text
 
 
-def test_a_page_tells_them_too():
+def test_the_html_page_reports_them_too():
     plan = price(case(MIXTRAL))
     text = plans_html([plan], title="a mixture")
     for name, value in plan_labels.key_figures(plan):
@@ -150,14 +150,14 @@ def test_a_page_tells_them_too():
     assert all(meaning in text for _, meaning in plan_labels.MOE_MEANINGS)
 
 
-def test_a_dense_model_has_none_of_it():
+def test_a_dense_model_has_no_moe_figures():
     plan = price(case("dp=64,zero=3", "llama-8b"))
     assert not {"active", "to experts", "imbalance"} & set(dict(plan_labels.key_figures(plan)))
     assert plan.to_json()["imbalance"] is None
     assert plan.to_json()["all_to_all_bytes"] == 0
 
 
-def test_tokens_that_are_cut_over_tp_travel_once():
+def test_tokens_split_over_tp_are_dispatched_once():
     """A token is sent by the rank of tp that has it; where experts are cut, to every rank that has a part."""
     alone = all_to_all_bytes_per_token(case(MIXTRAL))
     assert all_to_all_bytes_per_token(case("dp=4,tp=2,pp=8,ep=8,accumulate=128")) == alone
@@ -171,7 +171,7 @@ def test_a_plan_says_what_an_even_load_and_other_degrees_would_do():
     assert any(reason.startswith("ep=") for reason in reasons)
 
 
-def test_experts_are_not_called_plan_only():
+def test_moe_layouts_are_runnable():
     found = find_plans("deepseek-v3", "8xh100")
     assert not found.plans
     assert not any("plan only" in word and "ep" in word.split() for word in found.explanation)
@@ -206,7 +206,7 @@ def test_deepseeks_own_run():
     assert found.seconds == pytest.approx(measured, rel=0.2)
 
 
-def test_deepseeks_layout_is_too_much_for_our_program_unless_it_recomputes():
+def test_deepseeks_layout_fits_only_with_recomputation():
     """Theirs keeps less of attention and of activations, and inputs of products in 8 bits."""
     layout = "dp=128,pp=16,schedule=dualpipe-v,ep=64,accumulate=120"
     plain, full = (price(case(f"{layout}{more}", "deepseek-v3", "2048xh800")) for more in ("", ",recompute=full"))
@@ -234,7 +234,7 @@ def test_mixtral_on_64_h100():
         ("qwen3-30b-a3b", "64xa100-80:eth", 1024, (0.15, 0.3)),
     ],
 )
-def test_other_mixtures(model, devices, batch, mfu):
+def test_other_moe_models(model, devices, batch, mfu):
     found = best(model, devices, batch)
     assert found.fits
     assert found.runnable
@@ -262,7 +262,7 @@ def test_a_more_uneven_load_is_not_answered_with_a_slower_plan_of_the_even_one()
     "layout",
     ["tp=2", "tp=2,recompute=full,microbatch=3", "cp=2,cp_kind=ring", "cp=2,cp_kind=gather", "cp=2,cp_kind=ulysses"],
 )
-def test_messages_of_a_plan_are_those_that_a_run_claims(model, layout):
+def test_collectives_of_a_plan_equal_those_of_a_run(model, layout):
     """Tests of transparency count these for real: narrow vectors, padded values, experts that are no region."""
     config, asked = model_config.find_model(model), Layout.parse(layout)
     found = Scenario(shape=resolve_shape(model), cluster=cluster.parse_cluster("2xh100"), layout=asked, seq_len=64)
@@ -279,7 +279,7 @@ def test_messages_of_a_plan_are_those_that_a_run_claims(model, layout):
 # -- by way of nodes --------------------------------------------------------------------------------------------------
 
 
-def test_two_hops_send_less_between_nodes_and_more_inside() -> None:
+def test_hierarchical_all_to_all_sends_less_between_nodes_and_more_inside() -> None:
     layouts = ("dp=16,ep=16,pp=4,accumulate=64", "dp=16,ep=16,pp=4,accumulate=64,ep_inner=8")
     straight, hops = (expert_traffic(case(layout, "deepseek-v2")) for layout in layouts)
     assert hops.inter_node_bytes < 0.5 * straight.inter_node_bytes
@@ -287,7 +287,7 @@ def test_two_hops_send_less_between_nodes_and_more_inside() -> None:
     assert hops.num_collectives > straight.num_collectives
 
 
-def test_two_hops_are_chosen_where_they_pay() -> None:
+def test_hierarchical_all_to_all_is_chosen_if_faster() -> None:
     fast, slow = cluster.parse_cluster("64xh100"), cluster.parse_cluster("64xh100:eth")
     assert choose_ep_inner(fast, 8, 2) == 1  # all in a node
     assert choose_ep_inner(fast, 16, 6) == 8
