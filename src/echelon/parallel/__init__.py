@@ -1,5 +1,4 @@
-"""Strategies: one file each, with its cost; `apply.py` shows the order in which they meet a model.
+"""Parallelism strategies, one package each; `apply.py` shows the order of their transforms.
 
-Files that state costs (`shard`, `tensor`, `sequence`, `replicate`) import no torch at their top, because the planner
-reads them; the machinery they drive (`flat`, `regions`, `vocabulary`) does.
+Each strategy has a torch-free `cost.py` that the planner reads: dp, tp, tp_grid, cp, ep.
 """

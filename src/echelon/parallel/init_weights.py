@@ -1,8 +1,8 @@
-"""What parameters and buffers hold before the first step, made on each rank for its own pieces alone.
+"""Initial weights and buffers, created on each rank for its own pieces alone.
 
-A parameter that the model came with is sliced. One on the meta device is read from where the model says that it is
-stored (`stored`), or drawn from counter-based numbers by the model's own recipe `initial(name)`, so that no rank ever
-holds a whole large model.
+A parameter that the model came with is sliced. One on the meta device is read from the model's `stored` tensors, or
+drawn from counter-based random numbers by the model's method `initial(name)`, so that no rank ever holds a large model
+unsharded.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from echelon import rng
 from echelon.layout.placement import Piece
 
 RNG_CHUNK = 1 << 22
-"""elements whose first values are drawn at a time"""
+"""elements drawn at a time"""
 
 
 def initial_values(
     model: nn.Module, *, device: torch.device, dtype: torch.dtype, seed: int
 ) -> Callable[[Piece], Tensor]:
-    """A function from a piece to its first values."""
+    """Return a function from a piece to its initial values."""
     given = {name: parameter.detach() for name, parameter in model.named_parameters() if not parameter.is_meta}
     recipe: Any = getattr(model, "initial", None)
     stored: Mapping[str, Any] = getattr(model, "weight_source", None) or {}
@@ -39,33 +39,33 @@ def initial_values(
         )
 
     def values(piece: Piece) -> Tensor:
-        entry = piece.param
-        if entry.name in given:
-            part = given[entry.name][tuple(slice(low, high) for low, high in piece.box)]
-            padded = part.new_zeros(entry.local_shape)
-            padded[tuple(slice(0, size) for size in part.shape)] = part
+        param = piece.param
+        if param.name in given:
+            local = given[param.name][tuple(slice(low, high) for low, high in piece.box)]
+            padded = local.new_zeros(param.local_shape)
+            padded[tuple(slice(0, size) for size in local.shape)] = local
             return padded.reshape(-1)[piece.start : piece.stop]
-        if entry.name in stored:
-            return _read_piece(stored[entry.name], piece).to(device, dtype)
+        if param.name in stored:
+            return _read_piece(stored[param.name], piece).to(device, dtype)
         out = torch.zeros(piece.stop - piece.start, dtype=dtype, device=device)
-        init: rng.Init = recipe(entry.name)
-        window = {dim: (low, entry.shape[dim]) for dim, (low, _) in enumerate(piece.box)}
+        init: rng.Init = recipe(param.name)
+        window = {dim: (low, param.shape[dim]) for dim, (low, _) in enumerate(piece.box)}
         for start, stop in piece.unpadded_runs():
             for first in range(start, stop, RNG_CHUNK):
                 last = min(first + RNG_CHUNK, stop)
-                index = rng.logical_index(entry.local_shape, window, first, last, device)
-                out[first - piece.start : last - piece.start] = init.values(seed, entry.name, index, dtype)
+                index = rng.logical_index(param.local_shape, window, first, last, device)
+                out[first - piece.start : last - piece.start] = init.values(seed, param.name, index, dtype)
         return out
 
     return values
 
 
 def _read_piece(stored: Any, piece: Piece) -> Tensor:
-    """A piece of what can be sliced: those elements alone, as whole rows and parts of the first and the last."""
+    """Read a piece of a sliceable tensor: its elements alone, as full rows and parts of the first and the last."""
     local, box = piece.param.local_shape, piece.box
 
     def interval(start: int, stop: int, at: tuple[int, ...]) -> list[Tensor]:
-        """Elements start .. stop - 1 of the local tensor at these first indices."""
+        """Read elements start .. stop - 1 of the local tensor at these leading indices."""
         if start >= stop:
             return []
         dim = len(at)
@@ -86,33 +86,33 @@ def _read_piece(stored: Any, piece: Piece) -> Tensor:
             return []
         if outside or ends[0] == ends[1]:
             return [torch.zeros(math.prod(shape))]  # padding
-        here = [slice(begin + index, begin + index + 1) for index, (begin, _) in zip(at, box, strict=False)]
-        part: Tensor = stored[(*here, slice(*ends), *(slice(*others) for others in box[len(at) + 1 :]))]
+        index_slices = [slice(begin + index, begin + index + 1) for index, (begin, _) in zip(at, box, strict=False)]
+        part: Tensor = stored[(*index_slices, slice(*ends), *(slice(*others) for others in box[len(at) + 1 :]))]
         part = part.reshape(part.shape[len(at) :])
         padded = part.new_zeros(shape)
         padded[tuple(slice(0, size) for size in part.shape)] = part
         return [padded.reshape(-1)]
 
-    found = interval(piece.start, piece.stop, ())
-    return torch.cat(found) if found else torch.zeros(0)
+    parts = interval(piece.start, piece.stop, ())
+    return torch.cat(parts) if parts else torch.zeros(0)
 
 
 def move_buffers(
     model: nn.Module, device: torch.device, dtype: torch.dtype, fp32_modules: Set[str] = frozenset()
 ) -> None:
-    """Buffers (running statistics, tables) are whole on every rank, in the compute type or what a module asks for.
+    """Move buffers (running statistics, tables) to the device, unsharded, in the compute dtype or the module's own.
 
-    Those of `wide` modules are at least float32.
+    Buffers of `fp32_modules` are at least float32.
     """
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            exact = path in fp32_modules or name in getattr(module, "wide_buffers", ())
-            target = torch.promote_types(dtype, torch.float32) if exact else dtype
+            keeps_fp32 = path in fp32_modules or name in getattr(module, "wide_buffers", ())
+            target = torch.promote_types(dtype, torch.float32) if keeps_fp32 else dtype
             target = target if buffer.is_floating_point() else buffer.dtype
             if buffer.is_meta:
-                made = torch.zeros(buffer.shape, dtype=target, device=device)
+                zeros = torch.zeros(buffer.shape, dtype=target, device=device)
                 if name == "running_var":
-                    made.fill_(1.0)
-                setattr(module, name, made)
+                    zeros.fill_(1.0)
+                setattr(module, name, zeros)
             else:
                 setattr(module, name, buffer.to(device, target))

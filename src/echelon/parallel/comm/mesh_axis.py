@@ -1,4 +1,4 @@
-"""The ranks that share a mesh axis, and the collectives between them: every message of a run goes through here."""
+"""`MeshAxis`: the ranks of a mesh axis as a process group, and all collectives between them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CompletedWork:
 
 
 class BatchedWork:
-    """The handle of messages that are waited for together."""
+    """The handle of several p2p operations."""
 
     def __init__(self, works: Sequence[dist.Work]):
         self.works = works
@@ -42,7 +42,7 @@ PendingWork = CompletedWork | RecordedWork
 
 
 class MeshAxis:
-    """One rank's view of one mesh axis. On an axis of one rank every collective is free."""
+    """One rank's view of one mesh axis. On an axis of one rank every collective is a no-op."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class MeshAxis:
     ):
         self.name = name
         self.label = label or name
-        """as people know the axis"""
+        """the name of the axis in reports"""
         self.ranks = tuple(ranks)
         self.size = len(self.ranks)
         self.index = self.ranks.index(rank)
@@ -68,25 +68,25 @@ class MeshAxis:
         self.sequence = sequence or OperationSequence(name, ranks)
         self.recorder = recorder or FlightRecorder()
         self.dropped_any = False
-        """a collective was really left out"""
+        """a collective was dropped on purpose"""
 
     def __repr__(self) -> str:
-        return f"Axis({self.name}, {self.index} of {self.size})"
+        return f"MeshAxis({self.name}, {self.index} of {self.size})"
 
     def is_idle(self, op: str) -> bool:
-        """True where there is nobody to talk to, or where a test left this collective out to see it missed."""
+        """Return whether to skip a collective: the axis has one rank, or a test drops it on purpose."""
         if self.size == 1:
             return True
-        left_out = op in self.dropped_ops
+        is_dropped = op in self.dropped_ops
         if self.recorder.should_skip is not None:
-            left_out |= self.recorder.should_skip(self.recorder.step, op, self.label)
-        self.dropped_any |= left_out
-        return left_out
+            is_dropped |= self.recorder.should_skip(self.recorder.step, op, self.label)
+        self.dropped_any |= is_dropped
+        return is_dropped
 
     def _record(
         self, op: str, tensor: Tensor, start: Callable[[], Waitable], *, sends: Tensor, receives: Tensor
     ) -> PendingWork:
-        """Starts an operation, and writes down that it does (faults/flight_recorder.py)."""
+        """Start an operation, and record it (faults/flight_recorder.py)."""
         recorder = self.recorder
         slot = recorder.record_start(op, self.label, self.sequence, tensor.shape, tensor.dtype)
         if recorder.on_send is not None:
@@ -95,7 +95,7 @@ class MeshAxis:
         return RecordedWork(recorder, slot, start(), tensor.is_cuda, received)
 
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Tensor:
-        """Sums (or takes the maximum) in place."""
+        """Sum, or take the maximum, in place."""
         self.start_all_reduce(tensor, op=op).wait()
         return tensor
 
@@ -112,42 +112,42 @@ class MeshAxis:
         )
 
     def start_all_gather(self, full: Tensor, shard: Tensor) -> PendingWork:
-        """`whole` becomes every rank's `part`, in the order of the axis; `part` may be its own slice of `whole`."""
+        """Gather every rank's `shard` into `full`, in the order of the axis; `shard` may be its slice of `full`."""
         if self.is_idle("all_gather"):
-            mine = shard.clone() if self.size > 1 else shard
-            own = full.narrow(0, self.index * shard.shape[0], shard.shape[0])
+            local = shard.clone() if self.size > 1 else shard
+            own_slice = full.narrow(0, self.index * shard.shape[0], shard.shape[0])
             if self.size > 1:
-                full.zero_()  # left out on purpose: what others would have sent is missing, the same way every time
-            if own.data_ptr() != mine.data_ptr():
-                own.copy_(mine)
+                full.zero_()  # dropped on purpose: the other ranks' shards are missing, deterministically
+            if own_slice.data_ptr() != local.data_ptr():
+                own_slice.copy_(local)
             return CompletedWork()
         start = partial(compat.start_all_gather, full, shard, self.group)
         return self._record("all_gather", full, start, sends=shard, receives=full)
 
     def start_reduce_scatter(self, shard: Tensor, full: Tensor) -> PendingWork:
-        """`part` becomes this rank's slice of the sum of all ranks' `whole`; it may be that slice of `whole` itself."""
+        """Reduce all ranks' `full` and write this rank's slice to `shard`, which may be that slice of `full`."""
         if self.is_idle("reduce_scatter"):
-            own = full.narrow(0, self.index * shard.shape[0], shard.shape[0])
-            if own.data_ptr() != shard.data_ptr():
-                shard.copy_(own)
+            own_slice = full.narrow(0, self.index * shard.shape[0], shard.shape[0])
+            if own_slice.data_ptr() != shard.data_ptr():
+                shard.copy_(own_slice)
             return CompletedWork()
         start = partial(compat.start_reduce_scatter, shard, full, self.group)
         return self._record("reduce_scatter", full, start, sends=full, receives=shard)
 
     def new_process_group(self) -> dist.ProcessGroup | None:
-        """A second process group of the same ranks. All ranks of the mesh must ask for it."""
+        """Create a second process group of the same ranks. All ranks of the mesh must call it."""
         return None if self.make_group is None else self.make_group()
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Everyone gets the first rank's values."""
+        """Send the first rank's values to all ranks."""
         self.start_broadcast(tensor, 0).wait()
         return tensor
 
     def start_broadcast(self, tensor: Tensor, source: int) -> PendingWork:
-        """Everyone gets the values of the rank at place `source`."""
+        """Send the values of the rank at index `source` to all ranks."""
         if self.is_idle("broadcast"):
             if self.index != source:
-                tensor.zero_()  # left out on purpose: what the source would have sent is missing
+                tensor.zero_()  # dropped on purpose: the source's values are missing
             return CompletedWork()
         first = self.ranks[source]
         return self._record(
@@ -159,7 +159,7 @@ class MeshAxis:
         )
 
     def start_reduce(self, tensor: Tensor, target: int) -> PendingWork:
-        """The rank at place `target` gets the sum; what the others then hold means nothing."""
+        """Reduce to the rank at index `target`; the other ranks' values are then undefined."""
         if self.is_idle("reduce"):
             return CompletedWork()
         to = self.ranks[target]
@@ -174,9 +174,9 @@ class MeshAxis:
         received_splits: list[int] | None = None,
         sent_splits: list[int] | None = None,
     ) -> PendingWork:
-        """Slice i of `sent` goes to rank i, whose slice comes to the same place of `received`.
+        """Send slice i of `sent` to rank i, and receive its slice at the same place of `received`.
 
-        Slices are of equal size, or of so many rows.
+        Slices are of equal size, or of the given splits of dimension 0.
         """
         if self.is_idle("all_to_all"):
             received.zero_() if received.shape != sent.shape else received.copy_(sent)
@@ -192,7 +192,7 @@ class MeshAxis:
         )
 
     def start_shift(self, received: Tensor, sent: Tensor, offset: int = 1) -> PendingWork:
-        """`sent` goes `by` ranks on, around the end; `received` becomes what the rank so many before sends."""
+        """Send to the rank `offset` further on the axis, cyclically, and receive from the rank `offset` before."""
         if self.is_idle("send"):
             received.zero_() if received.shape != sent.shape else received.copy_(sent)
             return CompletedWork()
@@ -207,25 +207,25 @@ class MeshAxis:
 
 
 SINGLE_RANK = "alone"
-"""the axis of one rank"""
+"""the name of the axis of one rank"""
 
 _live: weakref.WeakSet[MeshAxes] = weakref.WeakSet()
 
 
 @atexit.register
 def _release_all() -> None:
-    """A process group that is destroyed while the interpreter ends aborts the process: its threads are still there."""
+    """Release process groups before the interpreter ends: destroying one later aborts the process."""
     for axes in list(_live):
         axes.release()
     gc.collect()
 
 
 class MeshAxes:
-    """Every axis of a mesh from one rank, with its process groups made once, in the same order everywhere.
+    """Every axis of a mesh as one rank sees it; all ranks create the process groups in the same order.
 
     Names are those of the mesh (`tp`, `shard`, `replica`, `dp`, ...), products of them joined by `*` (`shard*tp`),
-    `tp/2` for the runs of two neighbours inside tp, `tp%2` for those at the same place in such runs, and `pp[0+3]` for
-    the ranks at places 0 and 3 of pp that hold copies of a tied weight.
+    `tp/2` for the groups of two neighbours inside tp, `tp%2` for those at the same index in such groups, and `pp[0+3]`
+    for the ranks at indices 0 and 3 of pp, which hold copies of a tied weight.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class MeshAxes:
         _live.add(self)
 
     def release(self) -> None:
-        """Lets go of the process groups."""
+        """Release the process groups."""
         self._process_groups.clear()
         for axis in self._axes.values():
             axis.group = axis.make_group = None
@@ -260,7 +260,7 @@ class MeshAxes:
         return self._axes[name]
 
     def get_or_add(self, name: str) -> MeshAxis:
-        """An axis that may be this rank alone."""
+        """Return an axis; create it if it is missing. `SINGLE_RANK` is this rank alone."""
         if name == SINGLE_RANK:
             return MeshAxis(SINGLE_RANK, (self.rank,), self.rank, None, frozenset(), recorder=self.recorder)
         self.add(name)
@@ -268,11 +268,11 @@ class MeshAxes:
 
     @property
     def dropped_any(self) -> bool:
-        """A collective was really left out, on some axis."""
+        """A collective was dropped on purpose, on some axis."""
         return any(axis.dropped_any for axis in self._axes.values())
 
     def add(self, name: str) -> None:
-        """Makes an axis. All ranks must add the same names in the same order."""
+        """Create an axis. All ranks must add the same names in the same order."""
         if name in self._axes:
             return
         groups = enumerate_groups(self.mesh, name)
@@ -289,7 +289,7 @@ class MeshAxes:
         )
 
     def _label(self, name: str) -> str:
-        """Where all of dp is replicas, or all of it shards, people know the axis as dp."""
+        """Return the name of an axis in reports: replica or shard is dp if it is all of dp."""
         if name in ("replica", "shard") and self.mesh.size(name) == self.mesh.size("dp"):
             return "dp"
         return name
@@ -312,7 +312,7 @@ class MeshAxes:
 
 
 def enumerate_groups(mesh: Mesh, name: str) -> tuple[tuple[int, ...], ...]:
-    """All groups of an axis, a product of axes (`shard*tp`), runs of neighbours (`tp/2`), and so on."""
+    """Return all groups of an axis, a product of axes (`shard*tp`), neighbours (`tp/2`), and so on."""
     if "[" in name:
         axis, _, listed = name.rstrip("]").partition("[")
         places = [int(place) for place in listed.split("+")]
@@ -346,7 +346,7 @@ def world_rank() -> int:
 
 @torch.no_grad()
 def all_reduce_coalesced(axis: MeshAxis, tensors: Sequence[Tensor]) -> None:
-    """Sums many small flat tensors over an axis with one collective, in place."""
+    """Sum many small flat tensors over an axis with one all-reduce, in place."""
     if axis.size == 1 or not tensors:
         return
     together = axis.all_reduce(torch.cat(list(tensors)))

@@ -1,7 +1,7 @@
-"""Blocks of attention with what belongs to each: the mask of its documents, and its part of a dropout.
+"""Blockwise attention with the document mask and dropout of each block, for one rank.
 
-Ring and gather (ring.py, gather.py) both are: keys arrive, a block is attended to, results are merged. This is the
-middle of it, forward and backward; nothing here knows of other ranks.
+Ring and all-gather attention both receive keys, attend to a block, and merge the results. This is the middle part,
+forward and backward; it communicates nothing.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from echelon.rng import Dropout, PartialDims
 
 @dataclass(frozen=True, kw_only=True)
 class MaskSpec:
-    """What is the same for all blocks of one attention."""
+    """Masks and dropout of one attention, common to all its blocks."""
 
     query_positions: Tensor
-    """[queries]: where each query is in the sequence"""
+    """[queries]: position of each query in the sequence"""
     length: int
     """tokens of the sequence, without padding"""
     documents: Tensor | None
     """[1 or B, padded]: the document of each token of the sequence"""
     hide_padding: bool = False
-    """keys beyond the sequence's end must be hidden: no causal mask does"""
+    """mask keys beyond the sequence's end, since no causal mask does"""
     dropout: Dropout | None = None
-    """of probabilities, where there is one in force"""
+    """dropout of attention probabilities, if it is active"""
     heads: tuple[int, int] = (0, 1)
-    """the first head at hand, and how many there are in all"""
+    """first local head, and number of all heads"""
 
     def block_options(self, block: AttentionBlock, q: Tensor, key_positions: Tensor) -> dict[str, Any]:
-        """The options of `attend` for a block whose keys are at these places."""
+        """Return the options of `attend` for a block whose keys have these positions."""
         rows, keys = self.query_positions[block.queries], key_positions[block.keys]
         mask = dropout_mask = None
         if self.documents is not None:
@@ -57,7 +57,7 @@ class MaskSpec:
 
 @dataclass
 class BlockwiseForward:
-    """One rank's queries and what they have seen so far."""
+    """Forward of one rank's queries: the merged result of the blocks so far."""
 
     q: Tensor
     mask: MaskSpec
@@ -73,21 +73,21 @@ class BlockwiseForward:
 
 
 def copy_if_shared(q: Tensor, k: Tensor) -> Tensor:
-    """q in memory of its own. Keys and values are copied to travel; what they were copied from need not stay for q."""
+    """Return q in storage of its own. Keys and values are copied to be sent; q must not keep their source alive."""
     if q.untyped_storage().data_ptr() != k.untyped_storage().data_ptr():
         return q
     return q.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 class BlockwiseBackward:
-    """The same in backward: the gradient of the queries adds up."""
+    """Backward of one rank's queries: their gradient accumulates over the blocks."""
 
     def __init__(self, gradient: Tensor, q: Tensor, out: Tensor, lse: Tensor, mask: MaskSpec):
         self.gradient, self.q, self.out, self.lse, self.mask = gradient, q, out, lse, mask
         self.dq = GradientAccumulator(q)
 
     def add_block(self, block: AttentionBlock, k: Tensor, v: Tensor, key_positions: Tensor) -> tuple[Tensor, Tensor]:
-        """A block's part of the gradients of its keys and values; that of its queries is added up here."""
+        """Return a block's partial gradients of its keys and values; accumulate that of its queries."""
         rows, keys = block.queries, block.keys
         gradient, q, out, lse = (x[:, :, rows] for x in (self.gradient, self.q, self.out, self.lse))
         options = self.mask.block_options(block, self.q, key_positions)

@@ -1,15 +1,14 @@
-"""Context parallelism: the whole model sees a slice of every sequence, and attention reaches the others.
+"""Context parallelism: a rank holds a slice of every sequence, and attention reaches the others; what that costs.
 
-    ring           keys and values go around, each slice once past every rank, beside attention (ring.py)
-    gather         they are gathered before attention, and their gradients scattered after it (gather.py)
-    ulysses        heads are exchanged for tokens, so that attention has whole sequences of few heads (ulysses.py)
-    ring-ulysses   heads are exchanged between neighbours (`ulysses` of them), slices go around between their groups
+    ring           keys and values go around the ranks, overlapped with attention (ring_attention.py)
+    gather         they are all-gathered before attention, and their gradients scattered (all_gather_attention.py)
+    ulysses        an all-to-all exchanges tokens for heads, so that attention has full sequences (ulysses.py)
+    ring-ulysses   `ulysses` neighbours exchange heads, slices go around between their groups
 
-All but attention works on tokens one by one and needs no change. What depends on where a token is comes from outside:
-every rank is given whole sequences, of which it computes positions and documents before it cuts them (spread.py).
-Dropout masks are functions of the place in the whole sequence. Losses and counts are parts, summed over cp as over dp,
-and so are gradients (shard.py). A model takes part if its attention is an `echelon.Core` and its forward takes
-`positions`.
+All but attention works on single tokens and needs no change. Every rank gets full sequences, and computes positions and
+documents before it shards them (context_parallel.py). Dropout masks are functions of the position in the full sequence.
+Losses and token counts are partial and summed over cp as over dp, and so are gradients (dp/zero.py). A model can use cp
+if its attention is an `echelon.CoreAttention` and its forward takes `positions`. No torch.
 """
 
 from __future__ import annotations
@@ -28,37 +27,37 @@ from echelon.parallel.tp.cost import TransformerSizes
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionWidths:
-    """What attention has of a token on one rank of tp, in elements."""
+    """Elements per token of attention on one tp rank."""
 
     queries: int
     """of all query heads"""
     keys_and_values: int
-    """as they travel: values that are narrower than keys are padded to them (spread.py)"""
+    """as they are sent: narrower values are padded to the keys (context_parallel.py)"""
     kv_heads: int
     results: int = 0
-    """of all query heads; 0: as many as queries"""
+    """output of all query heads; 0: as queries"""
 
     @classmethod
     def per_rank(cls, num_ranks: int, *, heads: int, kv_heads: int, head_dim: int, value_dim: int) -> AttentionWidths:
-        """On each of `side` ranks that divide the heads of a model."""
-        mine = max(kv_heads // num_ranks, 1)
+        """Return the widths on each of `num_ranks` ranks that divide the heads of a model."""
+        local_kv_heads = max(kv_heads // num_ranks, 1)
         return cls(
             queries=heads * head_dim // num_ranks,
-            keys_and_values=2 * mine * head_dim,
-            kv_heads=mine,
+            keys_and_values=2 * local_kv_heads * head_dim,
+            kv_heads=local_kv_heads,
             results=heads * value_dim // num_ranks,
         )
 
 
 def tokens_per_rank(layout: Layout, seq_len: int) -> int:
-    """Tokens of a sequence on one rank of cp, padding included."""
+    """Return the tokens of a sequence on one cp rank, padding included."""
     return ZigzagOrder(layout.cp // layout.ulysses, layout.ulysses, seq_len).padded_len // layout.cp
 
 
 def transformer_collectives(
     sizes: TransformerSizes, layout: Layout, ring_index: int = -1, recomputed: RecomputedLayers | None = None
 ) -> Iterable[Collective]:
-    """What a step of a transformer issues over cp."""
+    """Yield the collectives of a step of a transformer over cp."""
     side, head_dim = head_parallel_size(layout) or 1, sizes.head_dim or sizes.width // sizes.heads
     return collectives(
         layout,
@@ -91,21 +90,20 @@ def collectives(
     ring_index: int = -1,
     recomputed: RecomputedLayers | None = None,
 ) -> Iterable[Collective]:
-    """What a step issues over cp for so many layers; `batch` sequences are in a microbatch. `repeated` says which
-    layers are, where the layout does not.
+    """Yield the collectives of a step over cp; `batch` is the sequences of a microbatch.
 
-    A ring's ranks differ under a causal mask in the keys whose gradients they find: this is the one at `place`, or one
-    in the middle.
+    `recomputed` overrides the layout's recomputed layers. Under a causal mask a ring's ranks differ in the gradients
+    they send: these are of the rank at `ring_index`, or of one in the middle.
     """
     if layout.cp == 1:
         return
     outer = layout.cp // layout.ulysses
     tokens = batch * tokens_per_rank(layout, seq_len)
-    copies = lcm(layout.ulysses, widths.kv_heads) // widths.kv_heads  # to every rank that has a query of theirs
+    copies = lcm(layout.ulysses, widths.kv_heads) // widths.kv_heads  # to every rank with a query of theirs
     moved = tokens * widths.keys_and_values * copies
-    times = layers * layout.accumulate
+    num_attentions = layers * layout.accumulate
     recomputed = recomputed or RecomputedLayers.from_policy(layout.recompute, layers=layers)
-    whole, again = (
+    recomputed_layers, recomputed_cores = (
         count * layout.accumulate for count in (recomputed.layers, recomputed.layers + recomputed.attention_cores)
     )
     if layout.ulysses > 1:
@@ -113,29 +111,42 @@ def collectives(
             "ulysses" if outer > 1 else "cp",
             qkv_bytes=(tokens * widths.queries + moved) * element_bytes,
             output_bytes=tokens * (widths.results or widths.queries) * element_bytes,
-            num_attentions=times,
-            num_recomputed=(again, whole),
+            num_attentions=num_attentions,
+            num_recomputed=(recomputed_cores, recomputed_layers),
         )
     axis, size = "ring" if layout.ulysses > 1 else "cp", moved * element_bytes
     if layout.cp_kind == "gather":
         summed = moved * max(element_bytes, 4)
         yield from all_gather_collectives(
-            axis, outer, kv_bytes=size, gradient_bytes=summed, num_attentions=times, num_recomputed=again
+            axis,
+            outer,
+            kv_bytes=size,
+            gradient_bytes=summed,
+            num_attentions=num_attentions,
+            num_recomputed=recomputed_cores,
         )
     elif outer > 1:
         before = (ring_index if ring_index >= 0 else (outer - 1) // 2) if causal else 0
         yield from ring_collectives(
-            axis, outer, kv_bytes=size, num_earlier=before, num_attentions=times, num_recomputed=again
+            axis,
+            outer,
+            kv_bytes=size,
+            num_earlier=before,
+            num_attentions=num_attentions,
+            num_recomputed=recomputed_cores,
         )
 
 
-# Of `times` attentions in a step, and `again` more where forward is repeated; bytes are of a rank's tokens.
+# Of `num_attentions` in a step, and `num_recomputed` more forwards; bytes are of a rank's tokens.
 
 
 def ring_collectives(
     axis: str, ranks: int, *, kv_bytes: int, num_earlier: int, num_attentions: int, num_recomputed: int
 ) -> Iterable[Collective]:
-    """ring.py: once around forward and once backward; gradients go home, of ranks `before` this one those of half."""
+    """Yield ring_attention.py's sends: once around in forward and in backward, and gradients back to their owners.
+
+    Of `num_earlier` ranks only half of the keys have gradients.
+    """
     count = (ranks - 1) * (2 * num_attentions + num_recomputed)
     yield Collective(op="send", axis=axis, bytes=kv_bytes, count=count, overlapped=True, purpose="keys and values")
     for size, others in ((kv_bytes // 2, num_earlier), (kv_bytes, ranks - 1 - num_earlier)):
@@ -147,7 +158,7 @@ def ring_collectives(
 def all_gather_collectives(
     axis: str, ranks: int, *, kv_bytes: int, gradient_bytes: int, num_attentions: int, num_recomputed: int
 ) -> Iterable[Collective]:
-    """gather.py: all at once, in forward and again in backward, whose gradients are scattered."""
+    """Yield all_gather_attention.py's collectives: gathers in forward and backward, scatters of gradients."""
     count = 2 * num_attentions + num_recomputed
     yield Collective(op="all_gather", axis=axis, bytes=ranks * kv_bytes, count=count, purpose="keys and values")
     yield Collective(
@@ -158,7 +169,7 @@ def all_gather_collectives(
 def ulysses_collectives(
     axis: str, *, qkv_bytes: int, output_bytes: int, num_attentions: int, num_recomputed: tuple[int, int]
 ) -> Iterable[Collective]:
-    """ulysses.py: there and back, in forward and in backward. A core that is repeated alone need not come back."""
+    """Yield ulysses.py's all-to-alls of inputs and outputs; a core recomputed alone exchanges no output."""
     there, back = (2 * num_attentions + more for more in num_recomputed)
     yield Collective(op="all_to_all", axis=axis, bytes=qkv_bytes, count=there, purpose="heads")
     yield Collective(op="all_to_all", axis=axis, bytes=output_bytes, count=back, purpose="heads")

@@ -1,18 +1,18 @@
-"""Ring attention: keys and values go around, and every rank attends to those at hand while the next are on their way.
+"""Ring attention: keys and values go around the ranks, and each rank attends to the current ones while the next arrive.
 
 [Note: once around]
 
-    step        0         1         2        ranks 0, 1, 2 of a ring; at each step a rank sends the keys and values
-    rank 0    kv 0      kv 2      kv 1       that it has to the next rank, and meanwhile attends to them (zigzag.py
-    rank 1    kv 1      kv 0      kv 2       says which of its queries see which)
+    step        0         1         2        ranks 0, 1, 2 of a ring; at each step a rank sends its current keys and
+    rank 0    kv 0      kv 2      kv 1       values to the next rank, and attends to them meanwhile (zigzag.py says
+    rank 1    kv 1      kv 0      kv 2       which of its queries attend to which)
     rank 2    kv 2      kv 1      kv 0
 
-Forward merges what the steps give by their partial softmaxes (kernels/attention/blockwise_attention.py). That is the flash form of the ring
-self-attention of 2021, which sent the same bytes but kept a row of scores as long as the sequence for each token. Here
-a rank's own queries, keys, values and result are all that is kept for backward.
+Forward merges the steps' partial softmaxes (kernels/attention/blockwise_attention.py). That is the flash form of the
+ring self-attention of 2021, which sent the same bytes but saved a row of scores as long as the sequence per token. Here
+backward saves only a rank's own queries, keys, values and output.
 
-Backward sends keys and values around again. What a rank finds of their gradients goes straight home, as many steps back
-as they have come, while the next block is at work; there the parts add up in 32 bits or more.
+Backward sends keys and values around again. A rank sends its partial gradients of them straight back to their owner,
+while it attends to the next block; there they accumulate in 32 bits or more.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from echelon.parallel.cp.zigzag import AttentionBlock, ZigzagOrder
 
 
 class RingAttention:
-    """One rank's place in a ring, for sequences of one length."""
+    """One rank's ring attention, for sequences of one length."""
 
     def __init__(self, axis: MeshAxis, order: ZigzagOrder, *, causal: bool, device: torch.device):
         self.axis, self.order, self.causal = axis, order, causal
@@ -45,14 +45,14 @@ class RingAttention:
         return out
 
     def kv_blocks(self, kv: Tensor) -> Iterator[tuple[AttentionBlock, Tensor, Tensor]]:
-        """(block, keys and values, where they are) of every step; the next ones travel while a block is at work."""
-        size, mine = self.axis.size, self.axis.index
+        """Yield (block, keys and values, their positions) of every step; the next ones arrive during the block."""
+        size, rank = self.axis.size, self.axis.index
         for step in range(size):
-            theirs = (mine - step) % size
+            key_rank = (rank - step) % size
             if step < size - 1:
                 arriving = torch.empty_like(kv)
                 pending = self.axis.start_shift(arriving, kv)
-            yield self.order.block(mine, theirs, causal=self.causal), kv, self.positions[theirs]
+            yield self.order.block(rank, key_rank, causal=self.causal), kv, self.positions[key_rank]
             if step < size - 1:
                 pending.wait()
                 kv = arriving
@@ -60,11 +60,11 @@ class RingAttention:
 
 class _RingAttentionFunction(Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, ring: RingAttention, marks: MaskSpec) -> Tensor:
-        ctx.ring, ctx.mask = ring, marks
-        queries = BlockwiseForward(q, marks)
-        for block, (k, v), places in ring.kv_blocks(kv):
-            queries.add_block(block, k, v, places)
+    def forward(ctx: Any, q: Tensor, kv: Tensor, ring: RingAttention, mask: MaskSpec) -> Tensor:
+        ctx.ring, ctx.mask = ring, mask
+        queries = BlockwiseForward(q, mask)
+        for block, (k, v), positions in ring.kv_blocks(kv):
+            queries.add_block(block, k, v, positions)
         out, lse = queries.merged.result()
         ctx.save_for_backward(q, kv, out, lse)
         return out
@@ -74,18 +74,18 @@ class _RingAttentionFunction(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         q, kv, out, lse = ctx.saved_tensors
         ring: RingAttention = ctx.ring
-        found, home = BlockwiseBackward(gradients[0], q, out, lse, ctx.mask), KeyValueGrads(ring, kv)
-        for step, (block, (k, v), places) in enumerate(ring.kv_blocks(kv)):
-            parts = found.add_block(block, k, v, places)
+        backward, kv_grads = BlockwiseBackward(gradients[0], q, out, lse, ctx.mask), KeyValueGrads(ring, kv)
+        for step, (block, (k, v), positions) in enumerate(ring.kv_blocks(kv)):
+            parts = backward.add_block(block, k, v, positions)
             if step:
-                home.send(step, parts)
+                kv_grads.send(step, parts)
             else:
-                home.add(block.keys, parts)
-        return found.dq.result(), home.result(), None, None
+                kv_grads.add(block.keys, parts)
+        return backward.dq.result(), kv_grads.result(), None, None
 
 
 class KeyValueGrads:
-    """The gradients of a rank's own keys and values, to which every rank has a part."""
+    """The gradients of a rank's keys and values, to which every rank contributes."""
 
     def __init__(self, ring: RingAttention, kv: Tensor):
         self.ring, self.kv = ring, kv
@@ -97,9 +97,9 @@ class KeyValueGrads:
             total.add(keys, part)
 
     def send(self, step: int, parts: tuple[Tensor, Tensor]) -> None:
-        """Parts of the gradients of what came `step` steps go back there; those of as many steps on are on their way.
+        """Send partial gradients back `step` ranks, to the owner of the keys, and receive those of this rank's keys.
 
-        What was sent a step ago had a block's time to arrive.
+        Compute of one block overlaps each transfer.
         """
         self._receive()
         axis, order = self.ring.axis, self.ring.order

@@ -1,12 +1,12 @@
-"""Which tokens of a sequence each rank of cp holds, and which of them see which.
+"""`ZigzagOrder`: which tokens of a sequence each cp rank holds, and which attention blocks follow.
 
 [Note: zigzag]
 
-With causal masks the last tokens have the most to see. A ring of n ranks therefore cuts a sequence into 2n chunks, and
-rank i holds chunks i and 2n - 1 - i: one that sees little and one that sees much. With n = 3:
+Under a causal mask the last tokens attend to the most keys. A ring of n ranks therefore cuts a sequence into 2n chunks,
+and rank i holds chunks i and 2n - 1 - i: one with little attention and one with much. With n = 3:
 
     chunk        0   1   2   3   4   5                    keys of rank   0        1        2
-    rank         0   1   2   2   1   0        rank 0 sees             causal   right    right
+    rank         0   1   2   2   1   0        rank 0 attends          causal   right    right
                                               rank 1                   left    causal   right
                                               rank 2                   left     left    causal
 
@@ -14,11 +14,11 @@ rank i holds chunks i and 2n - 1 - i: one that sees little and one that sees muc
     left     all queries see the first chunk of the keys, which is before both     half of the square
     right    the second chunk of the queries sees both chunks of the keys          half of the square
 
-So every step of the ring is half of a square on every rank, and none but the first has a mask. Where heads are
-exchanged too, the neighbours that exchange them divide what one rank of the ring holds, in its order.
+So every step of the ring is half of a square on every rank, and only the first has a mask. With ring-ulysses, the
+neighbours that exchange heads divide the tokens of one ring position, in order.
 
-A length that does not divide is padded at its end. Padding is not before anything, so a causal mask hides it; where
-there is none, its keys are hidden (reach.py).
+A length that does not divide is padded at its end. No query comes after padding, so a causal mask hides it; without
+one, its keys are masked (block_attention.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """Queries of a rank that see keys of another, or of all: each query each key, or those up to its own place."""
+    """Queries of a rank and keys of another, or of all: each query attends to each key, or to those up to its own."""
 
     queries: slice
     keys: slice
@@ -37,7 +37,7 @@ class AttentionBlock:
 
     @property
     def num_pairs(self) -> int:
-        """How many queries see how many keys."""
+        """Number of query-key pairs."""
         queries: int = self.queries.stop - self.queries.start
         keys: int = self.keys.stop - self.keys.start
         return queries * (queries + 1) // 2 if self.causal else queries * keys
@@ -45,7 +45,7 @@ class AttentionBlock:
 
 @dataclass(frozen=True)
 class ZigzagOrder:
-    """A sequence of `length` tokens on `ring` groups of `inner` ranks."""
+    """A sequence of `seq_len` tokens on `ring_size` groups of `ulysses_size` ranks."""
 
     ring_size: int
     ulysses_size: int
@@ -53,35 +53,35 @@ class ZigzagOrder:
 
     @property
     def chunk_len(self) -> int:
-        """Tokens of a chunk, padding included; two of them divide by the ranks of a group."""
-        grain = self.ulysses_size if self.ulysses_size % 2 else self.ulysses_size // 2
+        """Tokens of a chunk, padding included; the ranks of a group divide two of them."""
+        unit = self.ulysses_size if self.ulysses_size % 2 else self.ulysses_size // 2
         tokens = -(-self.seq_len // (2 * self.ring_size))
-        return -(-tokens // grain) * grain
+        return -(-tokens // unit) * unit
 
     @property
     def padded_len(self) -> int:
         return 2 * self.ring_size * self.chunk_len
 
     def chunk_ids(self, ring_rank: int) -> tuple[int, int]:
-        """Of one group, in the order in which it holds them."""
+        """Return the chunks of one group, in the order in which it holds them."""
         return ring_rank, 2 * self.ring_size - 1 - ring_rank
 
     def ring_positions(self, ring_rank: int) -> list[int]:
-        """Where the tokens of a group are in the sequence."""
+        """Return the positions of a group's tokens in the sequence."""
         return [
             place for c in self.chunk_ids(ring_rank) for place in range(c * self.chunk_len, (c + 1) * self.chunk_len)
         ]
 
     def rank_positions(self, rank: int) -> list[int]:
-        """Where the tokens of a rank of cp are in the sequence."""
+        """Return the positions of a cp rank's tokens in the sequence."""
         ring, inner = divmod(rank, self.ulysses_size)
         mine = self.padded_len // (self.ring_size * self.ulysses_size)
         return self.ring_positions(ring)[inner * mine : (inner + 1) * mine]
 
-    # -- who sees what ------------------------------------------------------------------------------------------------
+    # -- blocks -------------------------------------------------------------------------------------------------------
 
     def block(self, query_rank: int, key_rank: int, *, causal: bool) -> AttentionBlock:
-        """What group `mine` sees of group `theirs`."""
+        """Return the block of one group's queries and another's keys."""
         both, first, second = (
             slice(0, 2 * self.chunk_len),
             slice(0, self.chunk_len),
@@ -94,7 +94,7 @@ class ZigzagOrder:
         return AttentionBlock(both, first, False) if key_rank < query_rank else AttentionBlock(second, both, False)
 
     def gathered_blocks(self, query_rank: int, *, causal: bool) -> Iterator[AttentionBlock]:
-        """What group `mine` sees of the whole sequence in its own order."""
+        """Yield the blocks of a group's queries and the full sequence's keys in natural order."""
         if not causal:
             yield AttentionBlock(slice(0, 2 * self.chunk_len), slice(0, self.padded_len), False)
             return

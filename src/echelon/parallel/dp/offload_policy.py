@@ -1,4 +1,4 @@
-"""Which units' states live off the device, and what they share there: the `offload` of a layout on this rank."""
+"""`StateOffload`: which parameter groups' states live off the device, by the layout's `offload`."""
 
 from __future__ import annotations
 
@@ -35,31 +35,30 @@ CGROUP_FILES = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
-"""where the system keeps what a group of processes may take, and has, and what it has of files that it can let go of
-(the file, and its line there): in its second version, and in its first"""
+"""cgroup files of the memory limit, usage and statistics, and the line of reclaimable page cache there: v2, v1"""
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 WORKING_SHARE = 0.12
-"""share of a GPU's memory for activations and whatever comes and goes, where nobody says how much that is"""
+"""share of a GPU's memory for activations and temporary buffers, if `working_bytes` is not given"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateOffload:
-    """Units off the device, by name; none where the layout offloads no states."""
+    """Offloaded parameter groups by name; none if the layout offloads no states."""
 
     group_names: frozenset[str] = frozenset()
     host: OffloadHost | None = None
     activation_offload: ActivationOffloader | None = None
-    """where activations go"""
+    """the offload of activations"""
 
-    def host_for(self, unit: ParamGroupSpec) -> OffloadHost | None:
-        return self.host if unit.name in self.group_names else None
+    def host_for(self, group: ParamGroupSpec) -> OffloadHost | None:
+        return self.host if group.name in self.group_names else None
 
-    def is_paged(self, unit: ParamGroupSpec) -> bool:
-        """Its parameters and gradients live there too."""
-        return self.host is not None and self.host.paged and unit.name in self.group_names
+    def is_paged(self, group: ParamGroupSpec) -> bool:
+        """Return whether a group's parameters and gradients live off the device too."""
+        return self.host is not None and self.host.paged and group.name in self.group_names
 
     def close(self) -> None:
-        """Threads end, files are gone."""
+        """Stop the worker and remove the files."""
         if self.host is not None:
             self.host.worker.stop()
             if self.host.disk is not None:
@@ -74,10 +73,10 @@ def make_offload(
     model: nn.Module,
     layers: Sequence[str],
 ) -> StateOffload:
-    """Activations of the layers are sent away from here on; units are told where they live by `host_of`."""
-    kinds, link = layout.offload.split("+"), HostLink(options.device)
+    """Offload the layers' activations from here on, and choose the groups whose states are offloaded."""
+    offloads, link = layout.offload.split("+"), HostLink(options.device)
     stash = None
-    if "activations" in kinds:
+    if "activations" in offloads:
         stash = ActivationOffloader(link, keep_last=layout.pp == 1)
         stash.apply(model, layers)
     if not offloads_optimizer(layout.offload):
@@ -87,16 +86,18 @@ def make_offload(
     if not names:
         return StateOffload(activation_offload=stash)
     disk = None
-    if "disk" not in kinds:
-        check_host_memory([unit for unit in groups if unit.name in names], options, policy, paged="params" in kinds)
+    if "disk" not in offloads:
+        check_host_memory(
+            [group for group in groups if group.name in names], options, policy, paged="params" in offloads
+        )
     else:
         disk = DiskFolder(Path(options.disk_dir or tempfile.gettempdir()), f"echelon-rank{world_rank()}")
     host = OffloadHost.create(
         link,
-        [unit for unit in groups if unit.name in names],
+        [group for group in groups if group.name in names],
         master_bytes=options.master_dtype.itemsize,
         compute_bytes=options.compute_dtype.itemsize,
-        paged="params" in kinds,
+        paged="params" in offloads,
         disk=disk,
     )
     return StateOffload(group_names=names, host=host, activation_offload=stash)
@@ -105,7 +106,7 @@ def make_offload(
 def check_host_memory(
     groups: Sequence[ParamGroupSpec], options: ParallelOptions, policy: ShardingPolicy, *, paged: bool
 ) -> None:
-    """States that the host cannot hold are refused before they are made; the system would end the process instead."""
+    """Raise ValueError if the host cannot hold the states, before the system kills the process for memory."""
     needed = off_device_bytes(
         groups,
         with_params=paged,
@@ -117,17 +118,17 @@ def check_host_memory(
             u.name: options.compute_dtype.itemsize if policy.grads_are_final(u) else 0 for u in groups
         },
     )["host"]
-    needed += buffer_bytes(max(unit.shard_numel for unit in groups), options.master_dtype, options.compute_dtype)
+    needed += buffer_bytes(max(group.shard_numel for group in groups), options.master_dtype, options.compute_dtype)
     free = available_host_bytes()
     if free and needed > free:
         raise ValueError(
-            f"the host cannot hold what leaves the device ({needed / GIB:.1f} GiB a rank, {free / GIB:.1f} available); "
-            "let less leave (memory.host), divide it over more ranks, or use offload=...+disk"
+            f"the host cannot hold the offloaded states ({needed / GIB:.1f} GiB a rank, {free / GIB:.1f} available); "
+            "offload less (memory.host), shard over more ranks, or use offload=...+disk"
         )
 
 
 def available_host_bytes() -> int:
-    """Bytes that this process may still take; 0 where the system does not say."""
+    """Return the bytes that this process may still allocate; 0 if the system does not report them."""
     found = []
     with suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -141,27 +142,27 @@ def available_host_bytes() -> int:
 
 
 def _min_host_share(
-    layout: Layout, options: ParallelOptions, units: Sequence[ParamGroupSpec], policy: ShardingPolicy
+    layout: Layout, options: ParallelOptions, groups: Sequence[ParamGroupSpec], policy: ShardingPolicy
 ) -> float:
-    """As few as possible; all of them where there is no GPU to run out of memory."""
+    """Return the smallest share of the states that makes the rest fit; all of them without a GPU."""
     if options.device.type != "cuda":
         return 1.0
     free, total = torch.cuda.mem_get_info(options.device)
     compute, master = options.compute_dtype.itemsize, options.master_dtype.itemsize
     working = options.working_bytes or WORKING_SHARE * total
     stay, leave = 0.0, 0.0
-    elements = sum(unit.shard_numel for unit in units)
-    paged = "params" in layout.offload.split("+")
-    for unit in units:
-        parameters = 0 if policy.reshards_params else unit.num_shards * unit.shard_numel * compute
-        final = policy.grads_are_final(unit)
-        held = unit.shard_numel * (1 if policy.reduce_scatter_every_microbatch else unit.num_shards)
+    elements = sum(group.shard_numel for group in groups)
+    is_paged = "params" in layout.offload.split("+")
+    for group in groups:
+        parameters = 0 if policy.reshards_params else group.num_shards * group.shard_numel * compute
+        final = policy.grads_are_final(group)
+        held = group.shard_numel * (1 if policy.reduce_scatter_every_microbatch else group.num_shards)
         gradients = held * (compute if final else master)
-        beside = master - compute if policy.keeps_param_shard else master  # what the parameters leave out
-        stay += parameters + gradients + unit.shard_numel * (beside + options.optimizer_bytes_per_element)
-        if not paged:
+        beside = master - compute if policy.keeps_param_shard else master  # the bits that the parameters do not hold
+        stay += parameters + gradients + group.shard_numel * (beside + options.optimizer_bytes_per_element)
+        if not is_paged:
             leave += parameters + (0 if final else gradients)
     room = free - working
     return min_offloaded_share(
-        units, state_budget=room, bytes_if_resident=stay / elements, bytes_if_offloaded=leave / elements
+        groups, state_budget=room, bytes_if_resident=stay / elements, bytes_if_offloaded=leave / elements
     )

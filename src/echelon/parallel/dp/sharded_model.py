@@ -180,7 +180,7 @@ class ShardedModel:
 
     def _unshard_early(self) -> None:
         # Groups that stay unsharded are gathered at the start of forward, in one order everywhere, so that ranks may
-        # call different modules. Layers that are freed after use are gathered in the order of calls, which must not differ.
+        # call different modules. Layers that are freed after use are gathered in the order of calls.
         early = [group for group in self.param_groups if group.spec.stays_unsharded or not group.policy.reshards_params]
         early = [group for group in early if group not in self._gathered_in_order]
         for group in early:

@@ -1,16 +1,16 @@
-"""Rounds: a rank to which more rows come than it has room for works them off in parts.
+"""Chunked dispatch: a rank that would receive more tokens than its limit processes them in chunks.
 
-[Note: a ceiling]
-Gates promise nothing: all tokens of all ranks may choose the experts of one. That rank then never has more than `limit`
-rows at a time. Of what each rank sends to each other, a round takes an equal part, so that in every round all ranks
-have their share of the work, and no more than
+[Note: a limit on received tokens]
+Gates promise nothing: all tokens of all ranks may choose the experts of one rank. That rank then never holds more than
+`limit` tokens at a time. A chunk takes an equal part of what each rank sends to each other, so that all ranks work in
+every chunk, and no more than
 
-    sum over senders of ceil(rows for this rank / rounds) <= limit
+    sum over senders of ceil(tokens for this rank / chunks) <= limit
 
-rows are here, with all that the experts make of them. Nothing of a round is kept: in backward its rows come again, with
-the gradients of what became of them. Every rank of a copy of the experts sees the same table, and so knows the same
-number of rounds. Other copies may have none, so the experts are still called once, as they are there: around that call
-parameters that are divided over the copies are gathered.
+tokens are here, with all their activations. Nothing of a chunk is saved: backward dispatches its tokens again, with the
+gradients of their outputs. All ranks of a replica of the experts see the same token counts, and so compute the same
+number of chunks. Other replicas may have one, so the experts are still called once, as they are there: hooks around
+that call gather parameters that are sharded over the replicas.
 """
 
 from __future__ import annotations
@@ -30,43 +30,49 @@ from echelon.parallel.ep.token_all_to_all import TokenAllToAll
 
 
 def max_received_tokens(token_counts: Tensor, etp: int) -> int:
-    """Rows that the fullest rank receives, by a leg's table."""
+    """Return the tokens that the fullest rank receives."""
     return int(_tokens_per_part(token_counts, etp).sum(0).max())
 
 
 def num_chunks(token_counts: Tensor, etp: int, limit: int) -> int:
-    """The fewest rounds in which no rank has more than `limit` rows at a time, or than one of each sender."""
-    runs, limit = _tokens_per_part(token_counts, etp), max(limit, len(token_counts))
-    rounds = max(1, -(-max_received_tokens(token_counts, etp) // limit))
-    while int((-(-runs // rounds)).sum(0).max()) > limit:
-        rounds += 1
-    return rounds
+    """Return the fewest chunks in which no rank holds more than `limit` tokens, or than one of each sender."""
+    per_part, limit = _tokens_per_part(token_counts, etp), max(limit, len(token_counts))
+    chunks = max(1, -(-max_received_tokens(token_counts, etp) // limit))
+    while int((-(-per_part // chunks)).sum(0).max()) > limit:
+        chunks += 1
+    return chunks
 
 
 def run_in_chunks(
-    experts: Experts, tokens: Tensor, keys: Tensor | None, axis: MeshAxis, token_counts: Tensor, *, etp: int, limit: int
+    experts: Experts,
+    tokens: Tensor,
+    dropout_keys: Tensor | None,
+    axis: MeshAxis,
+    token_counts: Tensor,
+    *,
+    etp: int,
+    limit: int,
 ) -> Tensor:
-    """[total, width]: what the experts make of this rank's rows, in their order."""
-    rounds = DispatchChunks(axis, token_counts, etp, num_chunks(token_counts, etp, limit))
+    """Return the experts' outputs [tokens, width] of this rank's permuted tokens, in their order."""
+    chunks = DispatchChunks(axis, token_counts, etp, num_chunks(token_counts, etp, limit))
 
     def run(called: Experts) -> Tensor:
-        out: Tensor = _ChunkedExperts.apply(tokens, called.up, called.down, keys, called, rounds)
+        out: Tensor = _ChunkedExperts.apply(tokens, called.up, called.down, dropout_keys, called, chunks)
         return out
 
-    made: Tensor = experts(tokens, tokens.new_empty(0), through=run)
-    return made
+    output: Tensor = experts(tokens, tokens.new_empty(0), through=run)
+    return output
 
 
-def _tokens_per_part(table: Tensor, etp: int) -> Tensor:
-    """[ranks, parts]: rows from each rank to those that have a part of the experts."""
-    ranks, experts = table.shape
-    return table.view(ranks, ranks // etp, experts * etp // ranks).sum(2)
+def _tokens_per_part(token_counts: Tensor, etp: int) -> Tensor:
+    """Return [ranks, parts]: tokens from each rank to the ranks of each part of the experts."""
+    ranks, experts = token_counts.shape
+    return token_counts.view(ranks, ranks // etp, experts * etp // ranks).sum(2)
 
 
 @dataclass(frozen=True)
 class DispatchChunks:
-    """All rounds of a layer; one at a time is made, for what it takes to know the way of its rows is as much as they
-    are many."""
+    """All chunks of a layer; one exists at a time, since its index is as long as its tokens are many."""
 
     axis: MeshAxis
     token_counts: Tensor
@@ -75,65 +81,70 @@ class DispatchChunks:
 
     def chunks(self, device: torch.device) -> Iterator[DispatchChunk]:
         ranks, experts = self.token_counts.shape
-        mine = self.axis.index
-        each = self.token_counts.view(ranks, ranks // self.etp, experts * self.etp // ranks)
-        ends = each.cumsum(2)
-        runs = ends[..., -1:]
-        starts = (runs[mine].cumsum(0) - runs[mine]).flatten().tolist()
-        for turn in range(self.num_chunks):
-            first, last = runs * turn // self.num_chunks, runs * (turn + 1) // self.num_chunks
-            taken = (ends.minimum(last) - (ends - each).maximum(first)).clamp(min=0).reshape(ranks, experts)
-            slices = zip(starts, first[mine].flatten().tolist(), last[mine].flatten().tolist(), strict=True)
+        rank = self.axis.index
+        by_part = self.token_counts.view(ranks, ranks // self.etp, experts * self.etp // ranks)
+        ends = by_part.cumsum(2)
+        totals = ends[..., -1:]
+        starts = (totals[rank].cumsum(0) - totals[rank]).flatten().tolist()
+        for chunk in range(self.num_chunks):
+            first, last = totals * chunk // self.num_chunks, totals * (chunk + 1) // self.num_chunks
+            counts = (ends.minimum(last) - (ends - by_part).maximum(first)).clamp(min=0).reshape(ranks, experts)
+            slices = zip(starts, first[rank].flatten().tolist(), last[rank].flatten().tolist(), strict=True)
             index = torch.cat([torch.arange(start + low, start + high) for start, low, high in slices]).to(device)
-            yield DispatchChunk(TokenAllToAll(self.axis, taken, len(index), device, etp=self.etp), index)
+            yield DispatchChunk(TokenAllToAll(self.axis, counts, len(index), device, etp=self.etp), index)
 
 
 @dataclass(frozen=True)
 class DispatchChunk:
+    """One chunk: which of this rank's tokens it takes, and their all-to-all."""
+
     all_to_all: TokenAllToAll
     index: Tensor
-    """which of this rank's rows it takes"""
+    """which of this rank's permuted tokens it takes"""
 
     def dispatch(self, x: Tensor) -> Tensor:
+        """Return the chunk's tokens that arrive at this rank's experts."""
         return self.all_to_all.dispatch(x.index_select(0, self.index))
 
-    def combine_into(self, made: Tensor, to: Tensor) -> None:
-        to.index_copy_(0, self.index, self.all_to_all.combine(made))
+    def combine_into(self, expert_output: Tensor, output: Tensor) -> None:
+        """Send the experts' outputs back, and write them to their tokens' rows."""
+        output.index_copy_(0, self.index, self.all_to_all.combine(expert_output))
 
 
 class _ChunkedExperts(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        rows: Tensor,
+        tokens: Tensor,
         up: Tensor,
         down: Tensor,
-        keys: Tensor | None,
+        dropout_keys: Tensor | None,
         experts: Experts,
-        rounds: DispatchChunks,
+        chunks: DispatchChunks,
     ) -> Tensor:
-        ctx.save_for_backward(rows, up, down, keys)
-        ctx.experts, ctx.rounds = experts, rounds
-        out = torch.zeros_like(rows)
-        for part in rounds.chunks(rows.device):
-            own = None if keys is None else part.dispatch(keys)
-            made = experts.apply_weights(part.dispatch(rows), up, down, part.all_to_all.expert_ends, own)
-            part.combine_into(made, out)
-        return out
+        ctx.save_for_backward(tokens, up, down, dropout_keys)
+        ctx.experts, ctx.chunks = experts, chunks
+        output = torch.zeros_like(tokens)
+        for chunk in chunks.chunks(tokens.device):
+            keys = None if dropout_keys is None else chunk.dispatch(dropout_keys)
+            made = experts.apply_weights(chunk.dispatch(tokens), up, down, chunk.all_to_all.expert_ends, keys)
+            chunk.combine_into(made, output)
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        rows, up, down, keys = ctx.saved_tensors
-        home = torch.zeros_like(rows)
+        tokens, up, down, dropout_keys = ctx.saved_tensors
+        token_grad = torch.zeros_like(tokens)
         weights = [tensor.detach().requires_grad_() for tensor in (up, down)]
-        sums: list[Tensor] = []
-        for part in ctx.rounds.chunks(rows.device):
-            own = None if keys is None else part.dispatch(keys)
-            x, gradient = part.dispatch(rows).requires_grad_(), part.dispatch(gradients[0])
+        weight_grads: list[Tensor] = []
+        for chunk in ctx.chunks.chunks(tokens.device):
+            keys = None if dropout_keys is None else chunk.dispatch(dropout_keys)
+            x, gradient = chunk.dispatch(tokens).requires_grad_(), chunk.dispatch(gradients[0])
             with torch.enable_grad():
-                made = ctx.experts.apply_weights(x, *weights, part.all_to_all.expert_ends, own)
-            dx, *found = torch.autograd.grad(made, (x, *weights), gradient)
-            part.combine_into(dx, home)
-            sums = [total.add_(more) for total, more in zip(sums, found, strict=True)] if sums else found
-        return home, *sums, None, None, None
+                output = ctx.experts.apply_weights(x, *weights, chunk.all_to_all.expert_ends, keys)
+            dx, *grads = torch.autograd.grad(output, (x, *weights), gradient)
+            chunk.combine_into(dx, token_grad)
+            pairs = zip(weight_grads, grads, strict=True)
+            weight_grads = [total.add_(grad) for total, grad in pairs] if weight_grads else grads
+        return token_grad, *weight_grads, None, None, None

@@ -1,12 +1,12 @@
-"""What experts on other ranks cost: every message of a layer, from the sizes of what is routed. No torch.
+"""What expert parallelism costs: every collective of an MoE layer, from the sizes of what is routed. No torch.
 
-How many rows go where is the gate's to say. What is said here of messages of rows is of an even load, whatever a rank's
-own: over all ranks together it is exact, since what one receives more another receives less.
+The gate decides how many tokens go where. The all-to-alls counted here are those of a balanced load: over all ranks
+together that is exact, since one rank receives what another does not.
 
-    counts        gathered, of each expert (and of each node) and of tokens, so that all know all
-    rows          out and back, and their gradients the same way
-    scores        of whole sequences, gathered over tp and cp; their gradients are summed over cp
-    by two hops   far: a row for each node of a token, with its experts' numbers and weights; near: one for each expert
+    counts         all-gathered, per expert (and per node) and of tokens, so that all ranks know all
+    tokens         dispatched and combined, and their gradients the same way
+    scores         of full sequences, all-gathered over tp and cp; their gradients are summed over cp
+    hierarchical   inter-node: a row per node of a token, with its experts' numbers and weights; intra-node: per expert
 """
 
 from __future__ import annotations
@@ -24,45 +24,45 @@ MAX_LOAD_FACTOR = 2.0
 """expert tokens that a rank holds at a time, at most, relative to a balanced load: see chunked_dispatch.py"""
 
 INT64_BYTES = 8
-"""bytes of a count, of an expert's number, and of a key of dropout"""
+"""bytes of a count, of an expert's number, and of a dropout key"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoeTraffic:
-    """What a rank's layers with experts see of a microbatch."""
+    """Sizes of the tokens that a rank's MoE layers route in a microbatch."""
 
     layers: int
     sequences: int
     seq_len: int
-    """of whole sequences"""
+    """of full sequences"""
     width: int
     element_bytes: int
     experts: int
     top_k: float
-    """experts of a token that take it: fewer where some are dropped"""
+    """experts that process a token: fewer if some assignments are dropped"""
     score_bytes: int
-    """of one score or weight: 4, or 8 under float64"""
+    """bytes of one score or weight: 4, or 8 under float64"""
     scores: int = 0
-    """of a token; 0: as many as experts"""
+    """scores per token; 0: as many as experts"""
     dropout: bool = False
-    """inside the experts"""
+    """dropout inside the experts"""
     recomputes_combine: bool = False
-    """by dropout, or by a layer that is repeated together with it: recomputation then repeats its last message too"""
+    """dropout or another recomputed layer follows: recomputation then repeats the combine too"""
     nodes_per_token: float = 0.0
-    """that a token goes to, where it goes by way of them; 0: as many as k experts lie on that are picked without aim"""
+    """nodes that a token goes to in a hierarchical all-to-all; 0: as expected of k experts chosen at random"""
 
     def tokens_per_rank(self, layout: Layout) -> float:
-        """On a rank, padding aside."""
+        """Return the tokens of a rank, without padding."""
         return self.sequences * self.seq_len / (layout.cp * layout.tp)
 
 
 def expected_nodes(k: float, nodes: int) -> float:
-    """How many of some nodes k experts lie on that are picked without aim."""
+    """Return how many of the nodes hold k experts chosen at random."""
     return float(nodes * (1 - (1 - 1 / nodes) ** k))
 
 
 def collectives(layout: Layout, traffic: MoeTraffic, *, recomputed: bool | None = None) -> Iterator[Collective]:
-    """Of a step on one rank, rounds aside. `repeated` says whether the layers are, where the layout does not."""
+    """Yield the collectives of a step on one rank, without chunks. `recomputed` overrides the layout's `recompute`."""
     if recomputed is None:
         recomputed = layout.recompute.partition(":")[0] in ("full", "every", "sqrt")
     passes = 2 if recomputed else 1  # forward ones
@@ -72,7 +72,7 @@ def collectives(layout: Layout, traffic: MoeTraffic, *, recomputed: bool | None 
 
 
 RepeatedCollectives = Iterator[tuple[Collective, int]]
-"""messages of one layer and microbatch, and how often each is sent"""
+"""collectives of one layer and microbatch, and how often each is issued"""
 
 
 def _score_collectives(layout: Layout, routed: MoeTraffic, passes: int) -> RepeatedCollectives:

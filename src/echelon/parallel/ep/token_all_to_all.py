@@ -1,17 +1,17 @@
-"""A leg: rows on their way to the ranks of their experts, and back.
+"""`TokenAllToAll`: the all-to-all that dispatches tokens to the ranks of their experts, and combines the outputs.
 
-[Note: there and back]
+[Note: dispatch and combine]
 
-Rows lie by expert (moe/token_permutation.py), and a table says how many of each expert every rank has. Everything follows from it:
+Tokens are permuted by expert (moe/token_permutation.py); the token counts of every rank and expert determine the rest:
 
-    table [ranks, experts]    experts lie on the ranks in their order; `etp` neighbours hold parts of the same experts
+    token_counts [ranks, experts]    ranks hold experts in order; `etp` neighbours hold parts of the same experts
 
-    out     1. a run of rows goes to each rank; with etp, to every rank that has a part of its experts
-            2. runs arrive by sender, and for each sender by expert; they are put by expert
-    back    2 and 1 the other way round; what the parts of an expert made is added up at home
+    dispatch   1. a slice of tokens goes to each rank; with etp, to every rank that holds a part of its experts
+               2. slices arrive by sender, and within a sender by expert; they are reordered by expert
+    combine    2 and 1 in reverse; the outputs of an expert's parts are summed
 
-Each is the gradient of the other. Beginning and ending are two nodes of autograd's graph: whatever is computed between
-them in forward is, in backward, computed while the gradients are on their way.
+Each is the gradient of the other. Start and finish are two nodes of autograd's graph: what forward computes between
+them overlaps the gradients' all-to-all in backward.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from echelon.parallel.comm.mesh_axis import CompletedWork, MeshAxis, PendingWork
 
 
 class TokenAllToAll:
-    """The way between this rank's `total` rows, of which the last may go nowhere, and the rows of its experts."""
+    """The exchange of this rank's `num_tokens` permuted tokens (the last may be dropped) with its experts' tokens."""
 
     def __init__(self, axis: MeshAxis, token_counts: Tensor, num_tokens: int, device: torch.device, *, etp: int = 1):
         self.axis, self.num_tokens, self.etp = axis, num_tokens, etp
         ranks, experts = token_counts.shape
         by_part = token_counts.view(ranks, ranks // etp, experts * etp // ranks)
-        runs, mine = by_part.sum(2), by_part[:, axis.index // etp]
-        self._send_splits_per_part: list[int] = runs[axis.index].tolist()
-        self._send_splits: list[int] = runs[axis.index].repeat_interleave(etp).tolist()
-        self._receive_splits: list[int] = runs[:, axis.index // etp].tolist()
-        self.expert_ends = mine.sum(0).cumsum(0).to(device, torch.int32)
-        """where each expert's run of arrived rows ends"""
+        totals, received = by_part.sum(2), by_part[:, axis.index // etp]
+        self._send_splits_per_part: list[int] = totals[axis.index].tolist()
+        self._send_splits: list[int] = totals[axis.index].repeat_interleave(etp).tolist()
+        self._receive_splits: list[int] = totals[:, axis.index // etp].tolist()
+        self.expert_ends = received.sum(0).cumsum(0).to(device, torch.int32)
+        """where each expert's received tokens end"""
         self._by_expert: Tensor | None = None
-        if mine.shape[1] > 1:
-            each = torch.arange(mine.shape[1], device=device).repeat(ranks)
-            sizes, arrived = mine.flatten().to(device), sum(self._receive_splits)
+        if received.shape[1] > 1:
+            each = torch.arange(received.shape[1], device=device).repeat(ranks)
+            sizes, arrived = received.flatten().to(device), sum(self._receive_splits)
             expert = torch.repeat_interleave(each, sizes, output_size=arrived)
             order = torch.argsort(expert, stable=True)
             place = torch.empty_like(order).scatter_(0, order, torch.arange(arrived, device=device))
             self._by_expert, self._by_sender = order, place
 
-    # -- without a gradient -------------------------------------------------------------------------------------------
+    # -- without autograd ---------------------------------------------------------------------------------------------
 
     def dispatch(self, tokens: Tensor) -> Tensor:
-        """What arrives here, by expert."""
+        """Return the tokens that this rank's experts receive, by expert."""
         return self._finish(*self._start(tokens, dispatching=True), dispatching=True)
 
     def combine(self, expert_output: Tensor) -> Tensor:
-        """[total, ...]: what comes home; 0 for rows that went nowhere."""
+        """Return the outputs [num_tokens, ...] of this rank's tokens; 0 for dropped ones."""
         return self._finish(*self._start(expert_output, dispatching=False), dispatching=False)
 
     def _start(self, x: Tensor, *, dispatching: bool) -> tuple[Tensor, PendingWork]:
@@ -66,11 +66,11 @@ class TokenAllToAll:
                 x = torch.cat([run for run in x.split(self._send_splits_per_part) for _ in range(self.etp)])
         elif self._by_expert is not None:
             x = x.index_select(0, self._by_sender)
-        sent, received = (
+        send_splits, receive_splits = (
             (self._send_splits, self._receive_splits) if dispatching else (self._receive_splits, self._send_splits)
         )
-        arriving = x.new_empty(sum(received), *x.shape[1:])
-        return arriving, self.axis.start_all_to_all(arriving, x.contiguous(), received, sent)
+        arriving = x.new_empty(sum(receive_splits), *x.shape[1:])
+        return arriving, self.axis.start_all_to_all(arriving, x.contiguous(), receive_splits, send_splits)
 
     def _finish(self, arriving: Tensor, pending: PendingWork, *, dispatching: bool) -> Tensor:
         pending.wait()
@@ -82,19 +82,21 @@ class TokenAllToAll:
         missing = self.num_tokens - len(arriving)
         return torch.cat([arriving, arriving.new_zeros(missing, *arriving.shape[1:])]) if missing else arriving
 
-    # -- with one -----------------------------------------------------------------------------------------------------
+    # -- with autograd ------------------------------------------------------------------------------------------------
 
     def start_dispatch(self, tokens: Tensor) -> Callable[[], Tensor]:
-        """Begins at once; who asks waits, and gets what arrived."""
-        return _start_async(tokens, self, outward=True)
+        """Launch the dispatch; the returned function waits for it."""
+        return _start_async(tokens, self, dispatching=True)
 
     def start_combine(self, expert_output: Tensor) -> Callable[[], Tensor]:
-        return _start_async(expert_output, self, outward=False)
+        return _start_async(expert_output, self, dispatching=False)
 
 
 class _AsyncAllToAll:
-    def __init__(self, leg: TokenAllToAll, outward: bool):
-        self.all_to_all, self.dispatching = leg, outward
+    """An all-to-all between its start and its finish, in forward or in backward."""
+
+    def __init__(self, all_to_all: TokenAllToAll, dispatching: bool):
+        self.all_to_all, self.dispatching = all_to_all, dispatching
         self.pending: tuple[Tensor, PendingWork] = (torch.empty(0), CompletedWork())
 
     def start(self, x: Tensor, *, backward: bool = False) -> None:
@@ -106,40 +108,40 @@ class _AsyncAllToAll:
         return self.all_to_all._finish(arriving, pending, dispatching=self.dispatching != backward)
 
 
-def _start_async(x: Tensor, leg: TokenAllToAll, *, outward: bool) -> Callable[[], Tensor]:
-    flight = _AsyncAllToAll(leg, outward)
-    begun = _StartAllToAll.apply(x, flight)
+def _start_async(x: Tensor, all_to_all: TokenAllToAll, *, dispatching: bool) -> Callable[[], Tensor]:
+    transfer = _AsyncAllToAll(all_to_all, dispatching)
+    started = _StartAllToAll.apply(x, transfer)
 
     def end() -> Tensor:
-        out: Tensor = _FinishAllToAll.apply(begun, flight)
+        out: Tensor = _FinishAllToAll.apply(started, transfer)
         return out
 
     return end
 
 
 class _StartAllToAll(Function):
-    """The message is not among autograd's tensors: nobody may look at it before it is there."""
+    """Launch; autograd sees an empty tensor, since the result is not complete yet."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: _AsyncAllToAll) -> Tensor:
-        ctx.flight = flight
-        flight.start(x)
+    def forward(ctx: Any, x: Tensor, transfer: _AsyncAllToAll) -> Tensor:
+        ctx.transfer = transfer
+        transfer.start(x)
         return x.new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *_gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.flight.finish(backward=True), None
+        return ctx.transfer.finish(backward=True), None
 
 
 class _FinishAllToAll(Function):
     @staticmethod
-    def forward(ctx: Any, begun: Tensor, flight: _AsyncAllToAll) -> Tensor:
-        ctx.flight = flight
-        return flight.finish()
+    def forward(ctx: Any, started: Tensor, transfer: _AsyncAllToAll) -> Tensor:
+        ctx.transfer = transfer
+        return transfer.finish()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.flight.start(gradients[0], backward=True)
+        ctx.transfer.start(gradients[0], backward=True)
         return gradients[0].new_empty(0), None

@@ -1,22 +1,21 @@
-"""Tokens on their way to experts on other ranks, and scores on their way to whole groups.
+"""`AllToAllTokenDispatcher`: dispatches tokens to experts on other ranks, and gathers scores for the gate.
 
-[Note: which way]
+[Note: how tokens are dispatched]
 
-Every rank first tells all others how many rows of each expert it has, a message of small numbers that the host waits
-for. From these all ranks decide alike:
+Every rank first all-gathers its token counts per expert, which the host waits for. All ranks then choose the same:
 
-    some rank would have more rows than it has room for    rounds (rounds.py)
-    a layout with ep_inner                                 two hops (hops.py)
-    otherwise                                              one leg out, the experts, one leg back (leg.py)
+    some rank would receive more tokens than its limit     chunks (chunked_dispatch.py)
+    a layout with ep_inner                                 two levels (hierarchical_all_to_all.py)
+    otherwise                                              dispatch, experts, combine (token_all_to_all.py)
 
-A rank to which no row comes issues the same messages as the others.
+A rank that receives no token issues the same collectives as the others.
 
-[Note: whole groups]
+[Note: full sequences]
 
-A gate decides for whole sequences. Their scores are gathered over the ranks that have parts of them (cp, and tp under
-sequence parallelism), in the sequence's order, without padding. Every one of these ranks then decides the same, and
+A gate routes full sequences. Their scores are all-gathered over the ranks that hold parts of them (cp, and tp under
+sequence parallelism), in the sequence's order, without padding. Each of these ranks then computes the same routing, and
 keeps what concerns its own tokens. In backward the ranks of cp have different parts of a loss, so gradients of scores
-are summed over cp; those of tp have the same, so each keeps its own.
+are summed over cp; the ranks of tp have the same, so each keeps its own.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from echelon.rng import RandomDraws
 
 
 class AllToAllTokenDispatcher:
-    """One rank's way to all experts and to the rest of its groups."""
+    """One rank's access to all experts, and to the other parts of its sequences."""
 
     def __init__(
         self,
@@ -63,33 +62,33 @@ class AllToAllTokenDispatcher:
         self.axis, self.etp = axes[EP_ETP_AXIS], layout.etp
         self.hierarchical: HierarchicalAllToAll | None = None
         if layout.ep_inner > 1:
-            near, far = f"{EP_ETP_AXIS}/{layout.ep_inner}", f"{EP_ETP_AXIS}%{layout.ep_inner}"
+            intra, inter = f"{EP_ETP_AXIS}/{layout.ep_inner}", f"{EP_ETP_AXIS}%{layout.ep_inner}"
             self.hierarchical = HierarchicalAllToAll(
-                axes.get_or_add(far), axes.get_or_add(near), etp=layout.etp, experts=experts
+                axes.get_or_add(inter), axes.get_or_add(intra), etp=layout.etp, experts=experts
             )
         self.max_load_factor = MAX_LOAD_FACTOR
         self.tp, self.cp = axes["tp"], axes["cp"] if context is not None else None
         self.boundary, self.context = boundary, context
 
-    # -- whole groups -------------------------------------------------------------------------------------------------
+    # -- full sequences -----------------------------------------------------------------------------------------------
 
-    def route(self, mixture: MoELayer, x: Tensor) -> Routing:
-        gate = mixture.gate
+    def route(self, moe: MoELayer, x: Tensor) -> Routing:
+        gate = moe.gate
         if self.tp.size == 1 and self.cp is None:
             found: Routing = gate(x)
             return found
         at = self._positions(x)
-        mine, length = at.positions[self.sequence_shard_index], at.length
-        for module in (*gate.modules(), mixture.experts.drop):
+        local, length = at.positions[self.sequence_shard_index], at.length
+        for module in (*gate.modules(), moe.experts.drop):
             if isinstance(module, RandomDraws):
-                module.window = {**module.window, 1: (mine, length)}
+                module.window = {**module.window, 1: (local, length)}
         routing: Routing = gate(x, lambda scores: gate.route(_GatherScores.apply(scores, self, at)))
         rows = torch.arange(len(x), device=x.device).unsqueeze(1) * length
-        return routing.select_tokens(torch.where(mine < length, rows + mine, len(x) * length).flatten())
+        return routing.select_tokens(torch.where(local < length, rows + local, len(x) * length).flatten())
 
     @property
     def sequence_shard_index(self) -> int:
-        """This rank's place among those that have parts of its sequences."""
+        """This rank's index among the ranks that hold parts of its sequences."""
         return (self.cp.index if self.cp is not None else 0) * self.tp.size + self.tp.index
 
     def _positions(self, x: Tensor) -> TokenPositions:
@@ -103,63 +102,66 @@ class AllToAllTokenDispatcher:
 
     # -- experts ------------------------------------------------------------------------------------------------------
 
-    def dispatch(self, mixture: MoELayer, x: Tensor, routing: Routing) -> Callable[[], Tensor]:
+    def dispatch(self, moe: MoELayer, x: Tensor, routing: Routing) -> Callable[[], Tensor]:
         if self.axis.size == 1:
-            # Where experts chose, those of tokens elsewhere are in the list; elsewhere it is as long as it must be.
-            return mixture.compute_locally(x, routing, trim=not routing.choices_per_token)
-        experts, order = mixture.experts, TokenPermutation.from_routing(routing)
-        to_nodes = self.hierarchical.sort_by_node(routing) if self.hierarchical is not None else None
-        tokens, census = self._gather_counts(
-            len(x), [order.counts] if to_nodes is None else [order.counts, to_nodes.counts]
+            # Under expert choice the routing lists remote tokens too; otherwise it is as long as it must be.
+            return moe.compute_locally(x, routing, trim=not routing.choices_per_token)
+        experts, order = moe.experts, TokenPermutation.from_routing(routing)
+        by_node = self.hierarchical.sort_by_node(routing) if self.hierarchical is not None else None
+        tokens, all_counts = self._gather_counts(
+            len(x), [order.counts] if by_node is None else [order.counts, by_node.counts]
         )
-        table = census[:, : len(order.counts)].contiguous()
-        order = order.truncate(int(table[self.axis.index].sum()))
-        limit = self.max_tokens_at_once(mixture, tokens)
+        token_counts = all_counts[:, : len(order.counts)].contiguous()
+        order = order.truncate(int(token_counts[self.axis.index].sum()))
+        limit = self.max_tokens_at_once(moe, tokens)
         arriving = (
-            max_received_tokens(table, self.etp)
+            max_received_tokens(token_counts, self.etp)
             if self.hierarchical is None
-            else self.hierarchical.max_received(census)
+            else self.hierarchical.max_received(all_counts)
         )
         if arriving > limit:
             return lambda: order.unpermute(
                 run_in_chunks(
-                    experts, order.permute(x), order.dropout_keys, self.axis, table, etp=self.etp, limit=limit
+                    experts, order.permute(x), order.dropout_keys, self.axis, token_counts, etp=self.etp, limit=limit
                 ),
                 routing.weights,
             )
         if self.hierarchical is not None:
-            assert to_nodes is not None
-            return self.hierarchical.start(experts, x, routing, to_nodes, census)
-        rows = order.permute(x)
-        leg = TokenAllToAll(self.axis, table, len(rows), x.device, etp=self.etp)
-        arrived = leg.start_dispatch(rows)
-        keys = None if order.dropout_keys is None else leg.dispatch(order.dropout_keys)
-        return lambda: order.unpermute(leg.start_combine(experts(arrived(), leg.expert_ends, keys))(), routing.weights)
+            assert by_node is not None
+            return self.hierarchical.start(experts, x, routing, by_node, all_counts)
+        permuted = order.permute(x)
+        all_to_all = TokenAllToAll(self.axis, token_counts, len(permuted), x.device, etp=self.etp)
+        arrived = all_to_all.start_dispatch(permuted)
+        keys = None if order.dropout_keys is None else all_to_all.dispatch(order.dropout_keys)
+        return lambda: order.unpermute(
+            all_to_all.start_combine(experts(arrived(), all_to_all.expert_ends, keys))(), routing.weights
+        )
 
-    def max_tokens_at_once(self, mixture: MoELayer, tokens: int) -> int:
-        """Rows of experts that are here at a time at most: see [Note: a ceiling] in rounds.py. `tokens` are those of
-        the rank that has most."""
-        return math.ceil(self.max_load_factor * mixture.gate.k * tokens * self.etp)
+    def max_tokens_at_once(self, moe: MoELayer, tokens: int) -> int:
+        """Return the most expert tokens that a rank holds at a time, given the tokens of the rank with most.
+
+        See [Note: a limit on received tokens] in chunked_dispatch.py.
+        """
+        return math.ceil(self.max_load_factor * moe.gate.k * tokens * self.etp)
 
     def _gather_counts(self, tokens: int, counts: list[Tensor]) -> tuple[int, Tensor]:
-        """(most tokens of a rank, [ranks, counts]): everyone's, on the host. All ranks see the same, and so decide the
-        same."""
-        mine = torch.cat([*counts, counts[0].new_tensor([tokens])])
-        found = mine.new_empty(self.axis.size, len(mine))
-        self.axis.start_all_gather(found.view(-1), mine).wait()
+        """Return (most tokens of a rank, all ranks' [ranks, counts]) on the host, the same on all ranks."""
+        local = torch.cat([*counts, counts[0].new_tensor([tokens])])
+        found = local.new_empty(self.axis.size, len(local))
+        self.axis.start_all_gather(found.view(-1), local).wait()
         here = found.cpu()
         return int(here[:, -1].max()), here[:, :-1].contiguous()
 
 
 @dataclass(frozen=True)
 class TokenPositions:
-    """Where each rank's tokens are in a sequence."""
+    """The positions of each rank's tokens in a sequence."""
 
     positions: Tensor
-    """[ranks, T]; padding is beyond the sequence's length"""
+    """[ranks, T]; padding lies beyond the sequence's length"""
     length: int
     padded_len: int
-    """above every place"""
+    """above every position"""
 
 
 @lru_cache(maxsize=8)
@@ -173,12 +175,12 @@ def _zigzag_positions(
 ) -> TokenPositions:
     each = torch.tensor([order.rank_positions(rank) for rank in range(cp)], device=device)
     padding = tp * local - each.shape[1]
-    each = torch.nn.functional.pad(each, (0, padding), value=order.padded_len)  # sequence parallelism's
+    each = torch.nn.functional.pad(each, (0, padding), value=order.padded_len)  # padding of sequence parallelism
     return TokenPositions(each.view(-1, local), length, order.padded_len + 1)
 
 
 class _GatherScores(Function):
-    """Scores of whole sequences, from each rank's."""
+    """All-gather of scores to full sequences."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, dispatch: AllToAllTokenDispatcher, at: TokenPositions) -> Tensor:
@@ -199,6 +201,6 @@ class _GatherScores(Function):
         gradient, dispatch, length = gradients[0].contiguous(), ctx.dispatch, ctx.at.length
         if dispatch.cp is not None:
             dispatch.cp.all_reduce(gradient)
-        mine = ctx.at.positions[dispatch.sequence_shard_index]
-        own = gradient.index_select(1, mine.clamp(max=length - 1))
-        return own.masked_fill((mine >= length).unsqueeze(-1), 0.0), None, None
+        local = ctx.at.positions[dispatch.sequence_shard_index]
+        own = gradient.index_select(1, local.clamp(max=length - 1))
+        return own.masked_fill((local >= length).unsqueeze(-1), 0.0), None, None

@@ -2,9 +2,9 @@
 
 [Note: one region]
 
-                 +-------- region: a rank computes its own heads, or its slice of the ffn -----------------+
-    x --enter--> | column-parallel (q, k, v; gate, up) -> attention / activation -> row-parallel (o, down) | --leave--> y
-                 +-----------------------------------------------------------------------------------------+
+                 +------- region: a rank computes its own heads, or its slice of the ffn --------+
+    x --enter--> | column-parallel (q, k, v; gate, up) -> attention -> row-parallel (o, down)    | --leave--> y
+                 +-------------------------------------------------------------------------------+
 
 `enter` is the identity in forward and an all-reduce in backward; `leave` an all-reduce in forward and the identity in
 backward: four all-reduces per layer. `enter` stands before the region, so q, k and v share one all-reduce in backward.

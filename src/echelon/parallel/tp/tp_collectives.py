@@ -1,4 +1,4 @@
-"""Where a tensor-parallel region begins and ends: each function's backward is the other side's forward.
+"""Collectives at the boundaries of a tensor-parallel region: each one's backward is the other side's forward.
 
     function   forward                                 backward
     copy       identity                                all-reduce
@@ -6,9 +6,9 @@
     gather     all-gather the sequence, trim padding   pad, reduce-scatter
     scatter    pad, reduce-scatter the sequence        all-gather, trim padding
 
-`copy` and `reduce` bound a plain region (every rank holds the whole sequence outside it); `gather` and `scatter`
-bound a region under sequence parallelism (outside it, a rank holds its slice of the sequence, padded at the end so
-that all slices are equal).
+`copy` and `reduce` bound a region without sequence parallelism (every rank holds the full sequence outside it);
+`gather` and `scatter` bound one with it (outside, a rank holds its slice of the sequence, padded at the end so that all
+slices are equal).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class _CopyToRegion(Function):
 class _ReduceFromRegion(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: MeshAxis) -> Tensor:
-        # The product that made x does not need it in backward, so it may be summed where it lies, and autograd need not
-        # know (`.data`): it has no way to follow a change of what a function of ours returned.
+        # The GEMM that produced x does not save it, so it may be reduced in place, and unknown to autograd (`.data`),
+        # which cannot follow an in-place change of a custom function's output.
         axis.all_reduce(x.data)
         return x.view_as(x)
 
@@ -75,21 +75,23 @@ class _ScatterSequence(Function):
 
 
 class FullSequenceBoundary:
-    """Outside the region every rank holds the whole sequence (sp=0)."""
+    """Region boundary without sequence parallelism: every rank holds the full sequence outside (sp=0)."""
 
     def __init__(self, axis: MeshAxis):
         self.axis = axis
         self.length = 0
-        """not needed here: nothing is padded"""
+        """unused: nothing is padded"""
 
     def enter(self, x: Tensor) -> Tensor:
         out: Tensor = _CopyToRegion.apply(x, self.axis)
-        # It is the same tensor, so who can make it again still can; its gradient is a part of a sum, and says nothing.
-        known = tensor_metadata.read(x)
-        again = known.recompute
-        if again is None:
+        # The same tensor can still be recomputed; its gradient is a partial sum, which recompute must not read.
+        metadata = tensor_metadata.read(x)
+        recompute = metadata.recompute
+        if recompute is None:
             return out
-        return tensor_metadata.attach(out, TensorMetadata(row_amax=known.row_amax, recompute=lambda _part: again(None)))
+        return tensor_metadata.attach(
+            out, TensorMetadata(row_amax=metadata.row_amax, recompute=lambda _part: recompute(None))
+        )
 
     def leave(self, x: Tensor) -> Tensor:
         out: Tensor = _ReduceFromRegion.apply(x, self.axis)
@@ -97,12 +99,12 @@ class FullSequenceBoundary:
 
 
 class SequenceParallelBoundary:
-    """Outside the region a rank holds a slice of the sequence (sp=1)."""
+    """Region boundary with sequence parallelism: outside, a rank holds a slice of the sequence (sp=1)."""
 
     def __init__(self, axis: MeshAxis):
         self.axis = axis
         self.length = 0
-        """the true length of the sequence at hand, noted where it was last seen whole"""
+        """length of the current sequence without padding, noted where it was last full"""
 
     def enter(self, x: Tensor) -> Tensor:
         out: Tensor = _GatherSequence.apply(x, self.axis, self.length)
@@ -118,21 +120,21 @@ RegionBoundary = FullSequenceBoundary | SequenceParallelBoundary
 
 
 def positions_per_rank(length: int, axis: MeshAxis) -> int:
-    """How many positions each rank holds of a sequence, padding included."""
+    """Return the positions of a sequence that each rank holds, padding included."""
     return -(-length // axis.size)
 
 
 def all_gather_sequence(x: Tensor, axis: MeshAxis, length: int) -> Tensor:
-    """[batch, slice, ...] on each rank to [batch, length, ...] on all."""
+    """Gather [batch, slice, ...] of each rank to [batch, length, ...] on all."""
     batch, part = x.shape[0], x.shape[SEQUENCE_DIM]
-    whole = x.new_empty(axis.size * batch, *x.shape[1:])
-    axis.start_all_gather(whole, x.contiguous()).wait()
-    whole = whole.view(axis.size, batch, *x.shape[1:]).transpose(0, 1)
-    return whole.reshape(batch, axis.size * part, *x.shape[2:])[:, :length].contiguous()
+    full = x.new_empty(axis.size * batch, *x.shape[1:])
+    axis.start_all_gather(full, x.contiguous()).wait()
+    full = full.view(axis.size, batch, *x.shape[1:]).transpose(0, 1)
+    return full.reshape(batch, axis.size * part, *x.shape[2:])[:, :length].contiguous()
 
 
 def reduce_scatter_sequence(x: Tensor, axis: MeshAxis) -> Tensor:
-    """The sum over ranks of [batch, length, ...], of which each keeps [batch, slice, ...]."""
+    """Sum [batch, length, ...] over the ranks; each keeps its [batch, slice, ...]."""
     batch, length, rest = x.shape[0], x.shape[SEQUENCE_DIM], x.shape[2:]
     part = positions_per_rank(length, axis)
     if part * axis.size != length:
@@ -144,7 +146,7 @@ def reduce_scatter_sequence(x: Tensor, axis: MeshAxis) -> Tensor:
 
 
 def local_sequence_slice(x: Tensor, axis: MeshAxis) -> Tensor:
-    """This rank's slice of a sequence that every rank holds; padding repeats the last position."""
+    """Return this rank's slice of a sequence that every rank holds; padding repeats the last position."""
     length = x.shape[SEQUENCE_DIM]
     part = positions_per_rank(length, axis)
     index = torch.arange(axis.index * part, (axis.index + 1) * part, device=x.device).clamp_(max=length - 1)

@@ -17,7 +17,7 @@ from echelon.parallel.comm.mesh_axis import MeshAxis
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, axis: MeshAxis, vocab_size: int) -> Tensor:
-    """Return the loss of each target from this rank's slice of the logits [..., rows]; padding follows the vocabulary."""
+    """Return the loss of each target from this rank's logits [..., rows]; padding follows the vocabulary."""
     rows = logits.shape[-1]
     unpadded = min(max(vocab_size - axis.index * rows, 0), rows)
     losses: Tensor = _VocabParallelCrossEntropy.apply(logits, targets, axis, unpadded, vocab_size)

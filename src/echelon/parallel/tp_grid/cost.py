@@ -1,16 +1,16 @@
-"""What a grid of tp costs: the collectives of every product, norm, look-up and loss, to the byte.
+"""What a tensor grid costs: the collectives of every linear, norm, embedding and loss, to the byte. No torch.
 
-What is divided is described by its sizes on one rank, padding included. With n tokens on a rank (those of its own
+A sharded module is described by its sizes on one rank, padding included. With n tokens on a rank (those of its own
 sequences), q the grid's side and sizes in elements:
 
-    product, 2d      forward     q broadcasts of x's block over x and of W's over y
+    linear, 2d       forward     q broadcasts of x's block over x and of W's over y
                      backward    q broadcasts of W's over y, q reductions of x's over x;
                                  q broadcasts of x's over x, q reductions of W's over y
-    product, 3d      forward     X gathered over one axis, W over z, Y scattered over the other
+    linear, 3d       forward     X gathered over one axis, W over z, Y scattered over the other
                      backward    dY and W gathered, dX scattered; X gathered, dW scattered
 
-2.5d is 2d with fewer tokens on a rank; its copied weights are summed over z once a step, with all gradients of which a
-rank has only a part (tensor.partial_sums).
+2.5d is 2d with fewer tokens on a rank; gradients of its replicated weights are summed over z once a step, with all
+partial gradients (tp/cost.py).
 """
 
 from __future__ import annotations
@@ -25,30 +25,32 @@ from echelon.layout.rules import head_parallel_size
 
 @dataclass(frozen=True, kw_only=True)
 class LinearSizes:
-    """A linear layer."""
+    """Sizes of a linear layer."""
 
     inputs: int
     """on one rank, as all sizes here"""
     outputs: int
     source: str
-    """the axis over which the input's columns are divided"""
+    """the axis over which the input's columns are sharded"""
     target: str
-    """the axis over which the output's are"""
+    """the axis over which the output's columns are sharded"""
     shares_input: bool = False
-    """another layer reads the same input, and has it brought for both"""
+    """another layer reads the same input, and communicates it for both"""
 
 
 @dataclass(frozen=True)
 class NormSizes:
+    """Sizes of a norm."""
+
     reduced: int
-    """numbers for each token that are summed: forward where none are gathered, and backward"""
+    """numbers per token that are all-reduced: in forward if none are gathered, and in backward"""
     gathered: int
-    """numbers for each token that are gathered forward"""
+    """numbers per token that are all-gathered in forward"""
 
 
 @dataclass(frozen=True)
 class EmbeddingSizes:
-    """An embedding."""
+    """Sizes of an embedding."""
 
     rows: int
     columns: int
@@ -56,7 +58,7 @@ class EmbeddingSizes:
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """A language head with its loss."""
+    """Sizes of a language head with its loss."""
 
     rows: int
     columns: int
@@ -65,12 +67,12 @@ class HeadSizes:
 ModuleSizes = LinearSizes | NormSizes | EmbeddingSizes | HeadSizes
 
 CollectiveSize = tuple[str, str, int, int]
-"""kind, axis, elements, how many of them"""
+"""op, axis, elements, count"""
 
 
 @dataclass(frozen=True)
 class GridShape:
-    """A grid, and how many ranks it has along each axis."""
+    """The ranks of a grid along each axis."""
 
     z: int
     y: int
@@ -78,11 +80,11 @@ class GridShape:
 
     @property
     def batch_parts(self) -> int:
-        """Ways in which a microbatch's sequences are divided."""
+        """Parts into which a microbatch's sequences are divided."""
         return self.z * self.y
 
     def local_batch(self, batch: int) -> int:
-        """Sequences of a microbatch on one rank, padding included."""
+        """Return the sequences of a microbatch on one rank, padding included."""
         return -(-batch // self.batch_parts)
 
 
@@ -93,7 +95,7 @@ def grid_shape(layout: Layout) -> GridShape:
 
 
 def local_activation_shape(layout: Layout, batch: int, width: int) -> tuple[int, int]:
-    """(sequences, columns) of a microbatch between regions on one rank; all where tp is no grid."""
+    """Return (sequences, columns) of a microbatch between regions on one rank; all of them with tp_kind=1d."""
     if layout.tp_kind == "1d":
         return batch, width
     grid = grid_shape(layout)
@@ -101,19 +103,19 @@ def local_activation_shape(layout: Layout, batch: int, width: int) -> tuple[int,
 
 
 def padded_vocab_rows(layout: Layout, rows: int) -> int:
-    """Rows of a table on all ranks together: a cube divides a rank's part once more."""
+    """Return the rows of a padded table on all ranks together: 3d splits a rank's part once more."""
     side = grid_shape(layout).x
     here = -(-rows // side)
     return (-(-here // side) * side if layout.tp_kind == "3d" else here) * side
 
 
 def num_weight_shards(layout: Layout) -> int:
-    """Ranks of tp that hold different parts of a weight: all but those of 2.5d's layers, which hold copies."""
+    """Return the tp ranks that hold different parts of a weight: 2.5d replicates them over its layers."""
     return layout.tp // layout.depth
 
 
 def linear_sizes(layout: Layout, inputs: int, outputs: int, *, leaves_region: bool, shares_input: bool) -> LinearSizes:
-    """A linear layer of so many inputs and outputs, at a region's beginning or where it leaves it."""
+    """Return the sizes of a linear layer that enters a region, or leaves it."""
     side, region = grid_shape(layout).x, _COSTS[layout.tp_kind].region
     source, target = (region, "x") if leaves_region else ("x", region)
     here = -(-inputs // side), -(-outputs // side)
@@ -121,7 +123,7 @@ def linear_sizes(layout: Layout, inputs: int, outputs: int, *, leaves_region: bo
 
 
 def embedding_and_head_sizes(layout: Layout, vocab_size: int, width: int) -> tuple[EmbeddingSizes, HeadSizes]:
-    """The embedding and the language head of so many rows and columns."""
+    """Return the sizes of the embedding and of the language head."""
     side = grid_shape(layout).x
     sizes = -(-vocab_size // side), -(-width // side)
     return EmbeddingSizes(*sizes), HeadSizes(*sizes)
@@ -136,24 +138,24 @@ def collectives(
     element_bytes: int,
     loss_bytes: int,
 ) -> Iterator[Collective]:
-    """What a step issues for some parts of a model, each with how often its forward pass is repeated in backward.
+    """Yield the collectives of a step for some modules, each with how often its forward is recomputed.
 
-    `batch` is the sequences of a microbatch, and `loss_bytes` an element of what is never in a short type: statistics
-    of norms, and the loss.
+    `batch` is the sequences of a microbatch, and `loss_bytes` an element of norm statistics and of the loss, which are
+    never 16-bit.
     """
     grid = grid_shape(layout)
     kind = _COSTS[layout.tp_kind](grid)
     tokens = grid.local_batch(batch) * seq_len
     for part, again in modules:
         size = loss_bytes if isinstance(part, NormSizes) else element_bytes
-        word = type(part).__name__.lower()
+        purpose = _PURPOSES[type(part)]
         for repeats, messages in ((1 + again, kind.forward(part, tokens)), (1, kind.backward(part, tokens))):
             for name, axis, elements, count in messages:
-                # Of several steps, all but one run beside the product of another's blocks.
+                # Of several block transfers, all but one overlap the GEMM of another block.
                 for steps, hidden in ((1, False), (count - 1, True)):
                     times = steps * repeats * layout.accumulate
                     yield Collective(
-                        op=name, axis=axis, bytes=elements * size, count=times, overlapped=hidden, purpose=word
+                        op=name, axis=axis, bytes=elements * size, count=times, overlapped=hidden, purpose=purpose
                     )
         if isinstance(part, HeadSizes):
             numbers = 2 * grid.x * tokens * loss_bytes
@@ -162,7 +164,7 @@ def collectives(
 
 class _SummaCost:
     region = "x"
-    """the axis over which columns inside a region are divided, and the vocabulary"""
+    """the axis over which columns inside a region and the vocabulary are sharded"""
 
     def __init__(self, grid: GridShape):
         self.grid, self.side = grid, grid.x
@@ -237,11 +239,14 @@ class _Cost3D:
             yield "all_reduce", "x", part.reduced * n, 1
 
     def _padded(self, rows: int) -> int:
-        """Rows of a block that is divided once more, over z."""
+        """Return the rows of a block that z splits once more, padded."""
         return -(-rows // self.side) * self.side
 
 
 _COSTS: dict[str, type[_SummaCost | _Cost3D]] = {"2d": _SummaCost, "2.5d": _SummaCost, "3d": _Cost3D}
+
+
+_PURPOSES: dict[type, str] = {LinearSizes: "linear", NormSizes: "norm", EmbeddingSizes: "embedding", HeadSizes: "head"}
 
 
 def _as_linear(head: HeadSizes) -> LinearSizes:

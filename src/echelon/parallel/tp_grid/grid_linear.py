@@ -1,8 +1,8 @@
-"""A linear layer on a grid: its input, its weight and its output are all divided in two dimensions.
+"""A linear layer on a grid: its input, its weight and its output are all sharded in two dimensions.
 
-How the blocks meet is a `Product` (summa.py, cube.py). It has no say in what is kept: that is this rank's own blocks of
-the input and of the weight, or nothing of an input that its maker makes again (recompute=ops). Layers that read one
-input (q, k and v, or gate and up) are one product of several weights: the input travels once, and so does its gradient.
+A `GridMatmul` (summa.py, matmul_3d.py) multiplies the blocks. It does not decide what is saved: that is this rank's
+blocks of the input and of the weight, or no input if it can be recomputed (recompute=ops). Layers that read one input
+(q, k and v, or gate and up) are one GEMM of several weights: the input is sent once, and so is its gradient.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Tensors = Sequence[Tensor]
 
 
 class GridMatmul(Protocol):
-    """x W^T, for each of some W, of matrices in blocks, of which each rank holds one: x [tokens, inputs], W as stored.
+    """x W^T for several W, of block-sharded matrices: x [tokens, inputs], W as stored.
 
     `outputs` are the columns of each result on a rank.
     """
@@ -31,7 +31,7 @@ class GridMatmul(Protocol):
     def backward(
         self, dys: Tensors, x: Tensor, weights: Tensors, outputs: Sequence[int]
     ) -> tuple[Tensor, list[Tensor]]:
-        """The gradients of x and of the weights."""
+        """Return the gradients of x and of the weights."""
         ...
 
 
@@ -46,7 +46,7 @@ class GridLinear(nn.Module):
         unpadded_inputs: int,
         cost: tp_grid_cost.LinearSizes,
     ):
-        """`real_inputs` are those of the weight's block that are no padding."""
+        """`unpadded_inputs` are those of the weight's block without padding."""
         super().__init__()
         self.weight, self.matmul, self.unpadded_inputs, self.cost = weight, matmul, unpadded_inputs, cost
         self.register_parameter("bias", bias)
@@ -56,7 +56,7 @@ class GridLinear(nn.Module):
 
     @staticmethod
     def together(x: Tensor, layers: Sequence[GridLinear]) -> tuple[Tensor, ...]:
-        """The outputs of layers that read the same input."""
+        """Return the outputs of layers that read the same input."""
         weights, outputs = [layer.weight for layer in layers], [layer.cost.outputs for layer in layers]
         found = grid_matmul(x, weights, layers[0].matmul, outputs, layers[0].unpadded_inputs)
         pairs = zip(found, layers, strict=True)
@@ -66,7 +66,7 @@ class GridLinear(nn.Module):
 def grid_matmul(
     x: Tensor, weights: Tensors, matmul: GridMatmul, outputs: Sequence[int], unpadded_inputs: int
 ) -> tuple[Tensor, ...]:
-    """[..., inputs] to each [..., outputs]. Of the inputs so many are real; the weights of the others stay zero."""
+    """Multiply [..., inputs] to each [..., outputs]; weights of padded inputs stay zero."""
     found: tuple[Tensor, ...] = _GridMatmulFunction.apply(x, matmul, outputs, unpadded_inputs, *weights)
     return found
 
@@ -74,32 +74,31 @@ def grid_matmul(
 class _GridMatmulFunction(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, product: GridMatmul, outputs: Sequence[int], real_inputs: int, *weights: Tensor
+        ctx: Any, x: Tensor, matmul: GridMatmul, outputs: Sequence[int], unpadded_inputs: int, *weights: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.matmul, ctx.outputs, ctx.unpadded_inputs, ctx.num_weights = product, outputs, real_inputs, len(weights)
-        ctx.again, ctx.shape = tensor_metadata.read(x).recompute, x.shape
-        ctx.save_for_backward(*weights, *((x,) if ctx.again is None else ()))
-        return tuple(y.view(*x.shape[:-1], -1) for y in product.forward(_flatten_tokens(x), weights, outputs))
+        ctx.matmul, ctx.outputs, ctx.unpadded_inputs, ctx.num_weights = matmul, outputs, unpadded_inputs, len(weights)
+        ctx.recompute, ctx.shape = tensor_metadata.read(x).recompute, x.shape
+        ctx.save_for_backward(*weights, *((x,) if ctx.recompute is None else ()))
+        return tuple(y.view(*x.shape[:-1], -1) for y in matmul.forward(_flatten_tokens(x), weights, outputs))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        kept = ctx.saved_tensors
-        weights = kept[: ctx.num_weights]
-        x = ctx.again(None) if len(kept) == ctx.num_weights else kept[-1]
+        saved = ctx.saved_tensors
+        weights = saved[: ctx.num_weights]
+        x = ctx.recompute(None) if len(saved) == ctx.num_weights else saved[-1]
         dx, dws = ctx.matmul.backward(
             [_flatten_tokens(dy) for dy in gradients], _flatten_tokens(x), weights, ctx.outputs
         )
         for dw in dws if ctx.unpadded_inputs < x.shape[-1] else ():
-            dw[:, ctx.unpadded_inputs :] = 0.0  # an activation may make something of padding, which is not to be learnt
-        ctx.again = _graph_freed  # it held tensors, which autograd does not know of
+            dw[:, ctx.unpadded_inputs :] = 0.0  # activations of padding may be nonzero; their weights are not trained
+        ctx.recompute = _graph_freed  # it holds tensors that autograd does not know of
         return dx.view(ctx.shape), None, None, None, *dws
 
 
 def _graph_freed(_gradient: Tensor | None) -> Tensor:
     raise RuntimeError(
-        "what recompute=ops makes again is let go of after one backward pass; "
-        "use recompute=none to go backward twice (retain_graph)"
+        "recompute=ops frees its tensors after one backward pass; use recompute=none for two of them (retain_graph)"
     )
 
 

@@ -1,8 +1,8 @@
-"""Norms over columns that are divided: one small collective each way, of a number or two for every token.
+"""Norms over sharded columns: one small collective each way, of a number or two per token.
 
-    RMSNorm     forward: the sums of squares are added           backward: sum(g * n) is added
-    LayerNorm   forward: means and sums of squares around them   backward: sum(g) and sum(g * n) are added
-                are gathered, and combined exactly
+    RMSNorm     forward: sums of squares are all-reduced         backward: sum(g * n) is all-reduced
+    LayerNorm   forward: means and sums of squares around them   backward: sum(g) and sum(g * n) are all-reduced
+                are all-gathered, and combined exactly
 
 with n the normalized values and g the gradient times the weight. Padded columns are left out of the statistics, and are
 zero afterwards, as are their gradients.
@@ -25,7 +25,7 @@ from echelon.parallel.tp_grid import cost as tp_grid_cost
 
 
 class ColumnShards:
-    """A dimension of `width` columns over an axis: how many of this rank's are real."""
+    """A dimension of `width` columns sharded over an axis, and this rank's columns without padding."""
 
     def __init__(self, axis: MeshAxis, width: int):
         self.axis, self.width, self.padded_width = axis, width, -(-width // axis.size)
@@ -34,7 +34,7 @@ class ColumnShards:
         self._weights: Tensor | None = None
 
     def widths_on(self, like: Tensor) -> Tensor:
-        """The counts on a device, brought there once: nobody waits for it in a step."""
+        """Return the widths on a device, copied there once: no step waits for it."""
         if self._weights is None or (self._weights.device, self._weights.dtype) != (like.device, like.dtype):
             self._weights = like.new_tensor(self.widths)
         return self._weights
@@ -42,12 +42,12 @@ class ColumnShards:
 
 class GridRMSNorm(nn.Module):
     recompute_output = False
-    """backward makes the output again instead of keeping it (memory/checkpointing/checkpoint_policy.py)"""
+    """backward recomputes the output instead of saving it (memory/checkpointing/checkpoint_policy.py)"""
     cost = tp_grid_cost.NormSizes(reduced=1, gathered=0)
     weight: nn.Parameter | None
 
     def __init__(self, weight: nn.Parameter | None, columns: ColumnShards, epsilon: float | None):
-        """Without an `epsilon` it is that of the input's type, as torch has it."""
+        """`epsilon` defaults to the machine epsilon of the input's dtype, as in torch."""
         super().__init__()
         self.register_parameter("weight", weight)
         self.columns, self.epsilon = columns, epsilon
@@ -67,10 +67,10 @@ class GridRMSNorm(nn.Module):
 
 
 class GridStreamNorm(GridRMSNorm):
-    """The norm of a residual stream to which something is added first: it gives both."""
+    """The norm of a residual stream after an addition: it returns both."""
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """(x + delta, its norm)"""
+        """Return (x + delta, its norm)."""
         s = x if delta is None else x + delta
         return s, super().forward(s)
 
@@ -105,7 +105,7 @@ def _apply_norm(
     columns: ColumnShards,
     _gradient: Tensor | None = None,
 ) -> Tensor:
-    """The norm of x, from its statistics."""
+    """Return the norm of x from its statistics."""
     with torch.no_grad():
         out = _normalized(x, mean, scale)
         if weight is not None:
@@ -167,10 +167,10 @@ class _GridLayerNormFunction(Function):
 
 
 def _mean_and_squares(x: Tensor, columns: ColumnShards) -> tuple[Tensor, Tensor]:
-    """The mean of all columns, and the sum of the squares around it, from those of each rank's columns.
+    """Return the mean of all columns, and the sum of squares around it, from those of each rank's columns.
 
-    [..., 1] each. The sum around the common mean is each rank's own, plus its count times the square of how far its
-    mean is off: no difference of two large numbers.
+    [..., 1] each. The sum around the common mean is each rank's own, plus its count times the squared distance of its
+    mean: no difference of two large numbers.
     """
     real, axis = _unpadded_columns(x, columns), columns.axis
     own = real.new_zeros(2, *x.shape[:-1], 1)
@@ -185,7 +185,7 @@ def _mean_and_squares(x: Tensor, columns: ColumnShards) -> tuple[Tensor, Tensor]
 
 
 def _unpadded_columns(x: Tensor, columns: ColumnShards) -> Tensor:
-    """The columns that are no padding, in the type of the statistics."""
+    """Return the columns without padding, in the dtype of the statistics."""
     return x[..., : columns.local_width].to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -196,5 +196,5 @@ def _zero_padding(x: Tensor, columns: ColumnShards) -> Tensor:
 
 
 def _vector_grad(gradient: Tensor, vector: Tensor | None) -> Tensor | None:
-    """The gradient of a weight or bias: the sum over all tokens."""
+    """Return the gradient of a weight or bias: the sum over all tokens."""
     return None if vector is None else gradient.flatten(0, -2).sum(0).to(vector.dtype)

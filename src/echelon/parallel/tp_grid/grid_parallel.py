@@ -282,7 +282,7 @@ class _GridSplitter:
             columns = DimSplit(axis=residual.column_axis.name, dim=0, num_parts=residual.column_axis.size)
             self._set_splits(name, (columns,), (residual.batch_axis.name,))
 
-    # -- hooks that narrow a module's arguments and dropout masks to the local part -------------------------------------
+    # -- hooks that narrow arguments and dropout masks to the local part ----------------------------------------------
 
     def _region(self, name: str, module: nn.Module) -> None:
         dropouts = [self.model.get_submodule(other) for other in self.heads if other.startswith(f"{name}.")]

@@ -1,8 +1,7 @@
-"""Embedding and language head on a grid: table, hidden states and logits are all divided in two dimensions.
+"""Embedding and language head on a grid: table, hidden states and logits are all sharded in two dimensions.
 
-The loss is that of vocabulary.py, over slices of the vocabulary along one axis and for a rank's own sequences: sums of
-losses and numbers of targets are then added over the axes of sequences, as they are over dp. What vocabulary.py says of
-a vocabulary that does not divide holds here.
+The loss is the vocabulary-parallel cross-entropy (tp/vocab_cross_entropy.py) along one axis, for a rank's sequences:
+sums of losses and token counts are then summed over the axes of sequences, as they are over dp.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ from echelon.parallel.tp_grid.grid_linear import GridMatmul, grid_matmul
 
 
 class GridLookup(Protocol):
-    """Rows of a table in blocks, of which each rank holds one."""
+    """Lookup in a block-sharded table."""
 
     def local_ids(self, ids: Tensor) -> Tensor:
-        """The tokens that this rank looks up, of all of a microbatch."""
+        """Return the tokens of a microbatch that this rank looks up."""
         ...
 
     def forward(self, ids: Tensor, table: Tensor, size: int) -> Tensor:
-        """[sequences here, positions, columns here]; the whole table has `size` rows."""
+        """Return [local sequences, positions, local columns]; the full table has `size` rows."""
         ...
 
     def backward(self, dy: Tensor, ids: Tensor, table: Tensor, size: int) -> Tensor:
-        """The gradient of this rank's part of the table."""
+        """Return the gradient of this rank's part of the table."""
         ...
 
 
 class GridEmbedding(nn.Module):
-    """Every rank is given all tokens, and has its own sequences and columns of what is looked up."""
+    """The embedding: every rank gets all tokens, and returns its sequences and columns."""
 
     def __init__(self, weight: nn.Parameter, lookup: GridLookup, size: int, cost: tp_grid_cost.EmbeddingSizes):
         super().__init__()
@@ -66,15 +65,15 @@ class GridHead(nn.Module):
         self.vocab_size, self.cost = vocab_size, cost
 
     def forward(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Every rank is given all targets."""
-        mine = self.sharding.local_sequences(targets, IGNORE_INDEX)
+        """Compute the loss; every rank gets all targets."""
+        local_targets = self.sharding.local_sequences(targets, IGNORE_INDEX)
         losses = vocab_parallel_cross_entropy(
-            self._local_logits(hidden), mine, self.sharding.column_axis, self.vocab_size
+            self._local_logits(hidden), local_targets, self.sharding.column_axis, self.vocab_size
         )
-        return losses.sum(), (mine != IGNORE_INDEX).sum()
+        return losses.sum(), (local_targets != IGNORE_INDEX).sum()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """All logits of all sequences, padding too, gathered: for text samples, not for training."""
+        """Return all logits of all sequences, with padding, gathered: for text samples, not for training."""
         columns = torch.cat(
             _all_gather(self.sharding.column_axis, self._local_logits(hidden.to(self.weight.dtype))).unbind(0), dim=-1
         )
@@ -99,17 +98,17 @@ class _GridLookupFunction(Function):
 
 
 def local_row_index(ids: Tensor, first: int, count: int, size: int) -> tuple[Tensor, Tensor]:
-    """(place among the rows first .. first + count - 1 of a table, or 0; whether the row is elsewhere).
+    """Return (index among the rows first .. first + count - 1 of a table, or 0; whether the row is remote).
 
-    An id that is no row of the table is not hidden: it has a place where there is none.
+    An invalid id is not hidden: it gets an index out of range.
     """
     local = ids - first
-    elsewhere = ((local < 0) | (local >= count)) & (ids >= 0) & (ids < size)
-    return local.masked_fill(elsewhere, 0), elsewhere
+    is_remote = ((local < 0) | (local >= count)) & (ids >= 0) & (ids < size)
+    return local.masked_fill(is_remote, 0), is_remote
 
 
 def _all_gather(axis: MeshAxis, part: Tensor) -> Tensor:
-    """[ranks of the axis, *part.shape]"""
-    whole = part.new_empty(axis.size, *part.shape)
-    axis.start_all_gather(whole.view(-1), part.reshape(-1)).wait()
-    return whole
+    """Return [ranks of the axis, *part.shape]."""
+    gathered = part.new_empty(axis.size, *part.shape)
+    axis.start_all_gather(gathered.view(-1), part.reshape(-1)).wait()
+    return gathered

@@ -1,22 +1,22 @@
-"""Products on a cube of p x p x p ranks: each matrix in p x p blocks, each block in p parts along the third axis.
+"""GEMMs on a cube of p x p x p ranks: each matrix in p x p blocks, each block in p parts along the third axis.
 
-[Note: a product on the cube]
+[Note: a GEMM on the cube]
 
-X is divided by rows over (z, y) and by columns over x; W, [out, in], by inputs over x and by outputs over y, and those
+X is sharded by rows over (z, y) and by columns over x; W, [out, in], by inputs over x and by outputs over y, and those
 again over z. Rank (z, y, x) then
 
     1. gathers X's rows along y      it has the rows of its z, columns x
     2. gathers W's outputs along z   inputs x, outputs y
-    3. multiplies                    rows of z, outputs y: a part of a sum over x
+    3. multiplies                    rows of z, outputs y: a partial sum over x
     4. scatters the sum along x      Y, by rows over (z, x) and by columns over y
 
-x and y have changed places: the next product of a region exchanges them, and gives back what lies as X did. Backward
-goes the same way back: dY is gathered along x and serves both gradients, dX is scattered along y, and dW, a part of a
-sum over z, along z. So every gradient is whole, nothing is held twice, and only a rank's own parts are kept.
+x and y have changed places: the next GEMM of a region exchanges them, and its output is sharded as X was. In backward
+dY is gathered along x and serves both gradients, dX is scattered along y, and dW, a partial sum over z, along z. So
+every gradient is complete, nothing is replicated, and only a rank's own parts are saved.
 After Bian and others, "Maximizing parallelism in distributed training for huge neural networks" (3D).
 
-The embedding, [vocabulary, width], lies as the weight of a product from the stream to a region does, so the tied head
-is such a product.
+The embedding, [vocabulary, width], is sharded as the weight of a linear from the residual stream to a region, so the
+tied head is such a linear.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Grid3D:
     """A cube of p x p x p ranks."""
 
     replicated_axes: tuple[str, ...] = ()
-    """axes over which weights are copied"""
+    """axes over which weights are replicated"""
 
     def __init__(self, axes: MeshAxes):
         self.z = axes["z"]
@@ -45,7 +45,7 @@ class Grid3D:
         self.region = ActivationSharding(axes["z*x"], axes["y"])
 
     def weight_cuts(self, outputs: DimSplit, source: ActivationSharding) -> tuple[DimSplit, ...]:
-        """How a linear's weight is divided; `outputs` says how its outputs are."""
+        """Return the splits of a linear's weight, given that of its outputs."""
         along = DimSplit(axis=self.z.name, dim=0, num_parts=self.z.size)
         return outputs, along, DimSplit(axis=source.column_axis.name, dim=1, num_parts=source.column_axis.size)
 
@@ -96,30 +96,30 @@ class Matmul3D:
 
 
 class Lookup3D:
-    """Rows of a table that lies as a weight does: each rank looks up what its rows have, for all tokens of its z."""
+    """Lookup in a table sharded as a weight: each rank looks up its rows, for all tokens of its z."""
 
     def __init__(self, stream: ActivationSharding, y: MeshAxis, z: MeshAxis, rows: int):
         self.stream, self.y, self.z, self.rows = stream, y, z, rows
 
     def local_ids(self, ids: Tensor) -> Tensor:
-        """The tokens that this rank looks up, of all of a microbatch."""
+        """Return the tokens of a microbatch that this rank looks up."""
         count = self.y.size * self.stream.local_batch(len(ids))
         return padded_slice(ids, self.z.index * count, count, padding=0)
 
     def forward(self, ids: Tensor, table: Tensor, size: int) -> Tensor:
-        local, elsewhere = local_row_index(ids, self.y.index * self.rows, self.rows, size)
+        local, is_remote = local_row_index(ids, self.y.index * self.rows, self.rows, size)
         found = F.embedding(local, PendingAllGather(self.z, table).result[: self.rows])
-        return PendingReduceScatter(self.y, found.masked_fill_(elsewhere[..., None], 0.0)).result
+        return PendingReduceScatter(self.y, found.masked_fill_(is_remote[..., None], 0.0)).result
 
     def backward(self, dy: Tensor, ids: Tensor, table: Tensor, size: int) -> Tensor:
-        local, elsewhere = local_row_index(ids, self.y.index * self.rows, self.rows, size)
-        above = PendingAllGather(self.y, dy).result.masked_fill(elsewhere[..., None], 0.0).flatten(0, -2)
+        local, is_remote = local_row_index(ids, self.y.index * self.rows, self.rows, size)
+        above = PendingAllGather(self.y, dy).result.masked_fill(is_remote[..., None], 0.0).flatten(0, -2)
         whole = table.new_zeros(self.z.size * len(table), table.shape[1])
         return PendingReduceScatter(self.z, whole.index_add_(0, local.flatten(), above)).result
 
 
 class PendingAllGather:
-    """All ranks' parts, one below the other: on their way from the start, there when asked for."""
+    """An all-gather of all ranks' parts, one below the other: launched at once, waited for on use."""
 
     def __init__(self, axis: MeshAxis, part: Tensor):
         part = part.detach().contiguous()
@@ -135,7 +135,7 @@ class PendingAllGather:
 
 
 class PendingReduceScatter:
-    """This rank's part of a sum over all ranks: on its way from the start, there when asked for."""
+    """A reduce-scatter to this rank's part of the sum: launched at once, waited for on use."""
 
     def __init__(self, axis: MeshAxis, whole: Tensor):
         self._result = whole.new_empty(len(whole) // axis.size, *whole.shape[1:])

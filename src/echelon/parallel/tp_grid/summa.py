@@ -1,25 +1,25 @@
-"""SUMMA: products of matrices in q x q blocks, which go along the rows and columns of a grid of q x q ranks.
+"""SUMMA: GEMMs of matrices in q x q blocks, which are broadcast along the rows and columns of a grid of q x q ranks.
 
-[Note: three products, closed under differentiation]
+[Note: three GEMMs, closed under differentiation]
 
     A B     C[i,j] = sum over k of A[i,k] B[k,j]      q steps: A's k-th column of blocks goes along x, B's k-th row
-                                                      along y, and each rank adds a product of two blocks
-    A B^T   C[i,k] = sum over j of A[i,j] B[k,j]^T    q steps: B's k-th row goes along y, and the products of a row
-                                                      of the grid meet at x = k
-    A^T B   C[k,j] = sum over i of A[i,k]^T B[i,j]    q steps: A's k-th column goes along x, and the products of a
-                                                      column of the grid meet at y = k
+                                                      along y, and each rank accumulates a GEMM of two blocks
+    A B^T   C[i,k] = sum over j of A[i,j] B[k,j]^T    q steps: B's k-th row goes along y, and the GEMMs of a row
+                                                      of the grid are reduced at x = k
+    A^T B   C[k,j] = sum over i of A[i,k]^T B[i,j]    q steps: A's k-th column goes along x, and the GEMMs of a
+                                                      column of the grid are reduced at y = k
 
     C = A B      dA = dC B^T      dB = A^T dC
     C = A B^T    dA = dC B        dB = dC^T A
 
-So forward and backward are made of nothing else, and each keeps only a rank's own blocks. After Xu and others, "An
+So forward and backward need nothing else, and save only a rank's own blocks. After Xu and others, "An
 efficient 2D method for training super-large deep learning models" (Optimus). With several layers of such a grid (2.5d;
-Wang and others, "Tesseract") each layer has other sequences and a copy of the weights, whose gradients are summed over
+Wang and others, "Tesseract") each layer has other sequences and a replica of the weights, whose gradients are summed over
 the layers (z) once a step.
 
 A linear's weight is stored transposed, [out, in]: B[k,j] is block (out j, in k), dim 0 over x and dim 1 over y. The
-embedding, [vocabulary, width], lies the other way round, dim 0 over y: a look-up is A B with A the tokens as rows of
-zeros and a one, the tied head A B^T.
+embedding, [vocabulary, width], is transposed, dim 0 over y: a lookup is A B with A the one-hot tokens, the tied head
+A B^T.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class SummaGrid:
         self.x, self.y = axes["x"], axes["y"]
         self.residual = self.region = ActivationSharding(axes["z*y"], axes["x"])
         self.replicated_axes = ("z",) if axes["z"].size > 1 else ()
-        """axes over which weights are copied"""
+        """axes over which weights are replicated"""
 
     def weight_cuts(self, outputs: DimSplit, source: ActivationSharding) -> tuple[DimSplit, ...]:
-        """How a linear's weight is divided; `outputs` says how its outputs are."""
+        """Return the splits of a linear's weight, given that of its outputs."""
         return outputs, DimSplit(axis="y", dim=1, num_parts=self.y.size)
 
     def table_cuts(self) -> tuple[DimSplit, ...]:
@@ -115,34 +115,34 @@ def _sum_of_matmuls(lefts: Tensors, rights: Tensors) -> Tensor:
 
 
 class SummaLookup:
-    """Rows of a table [rows over y, columns over x]: blocks of rows go along y, and each rank finds its own tokens."""
+    """Lookup in a table [rows over y, columns over x]: blocks of rows are broadcast along y."""
 
     def __init__(self, stream: ActivationSharding, y: MeshAxis):
         self.stream, self.y = stream, y
 
     def local_ids(self, ids: Tensor) -> Tensor:
-        """The tokens that this rank looks up, of all of a microbatch."""
+        """Return the tokens of a microbatch that this rank looks up."""
         return self.stream.local_sequences(ids, padding=0)
 
     def forward(self, ids: Tensor, table: Tensor, size: int) -> Tensor:
         out = table.new_zeros(*ids.shape, table.shape[1])
         for k, (block,) in enumerate(BroadcastBlocks(self.y, [table])):
-            local, elsewhere = local_row_index(ids, k * len(table), len(table), size)
-            out += F.embedding(local, block).masked_fill_(elsewhere[..., None], 0.0)
+            local, is_remote = local_row_index(ids, k * len(table), len(table), size)
+            out += F.embedding(local, block).masked_fill_(is_remote[..., None], 0.0)
         return out
 
     def backward(self, dy: Tensor, ids: Tensor, table: Tensor, size: int) -> Tensor:
         def of_blocks() -> Iterator[list[Tensor]]:
             for k in range(self.y.size):
-                local, elsewhere = local_row_index(ids, k * len(table), len(table), size)
-                found = dy.masked_fill(elsewhere[..., None], 0.0).flatten(0, -2)
+                local, is_remote = local_row_index(ids, k * len(table), len(table), size)
+                found = dy.masked_fill(is_remote[..., None], 0.0).flatten(0, -2)
                 yield [torch.zeros_like(table).index_add_(0, local.flatten(), found)]
 
         return reduce_blocks(self.y, of_blocks())[0]
 
 
 class BroadcastBlocks:
-    """Every rank's blocks, one rank after another: the next ones are on their way while some are used."""
+    """Every rank's blocks, one rank after another: the next broadcast overlaps the use of the current blocks."""
 
     def __init__(self, axis: MeshAxis, own: Sequence[Tensor]):
         self.axis, self.local_blocks = axis, [block.detach().contiguous() for block in own]
@@ -156,26 +156,26 @@ class BroadcastBlocks:
 
     def __iter__(self) -> Iterator[list[Tensor]]:
         for place in range(self.axis.size):
-            coming = self._next
+            pending_blocks = self._next
             if place + 1 < self.axis.size:
                 self._next = self._start(place + 1)
-            for _, pending in coming:
+            for _, pending in pending_blocks:
                 pending.wait()
-            yield [block for block, _ in coming]
+            yield [block for block, _ in pending_blocks]
 
 
 def reduce_blocks(axis: MeshAxis, parts: Iterable[list[Tensor]]) -> list[Tensor]:
-    """The sums over an axis of its ranks' k-th parts, k this rank's place: some are on their way while others are made.
+    """Return the sums over an axis of its ranks' k-th parts, k this rank's index; reductions overlap later parts.
 
-    Parts may be several tensors each, and so is what becomes of them.
+    Parts, and so their sums, may be several tensors each.
     """
-    mine: list[Tensor] = []
-    going: list[PendingWork] = []
+    local: list[Tensor] = []
+    reductions: list[PendingWork] = []
     for place, several in enumerate(parts):
-        for pending in going:
+        for pending in reductions:
             pending.wait()
-        going = [axis.start_reduce(part, place) for part in several]
-        mine = several if place == axis.index else mine
-    for pending in going:
+        reductions = [axis.start_reduce(part, place) for part in several]
+        local = several if place == axis.index else local
+    for pending in reductions:
         pending.wait()
-    return mine
+    return local
