@@ -14,7 +14,7 @@
 
 So forward and backward need nothing else, and save only a rank's own blocks. After Xu and others, "An
 efficient 2D method for training super-large deep learning models" (Optimus). With several layers of such a grid (2.5d;
-Wang and others, "Tesseract") each layer has other sequences and a replica of the weights, whose gradients are summed over
+Wang and others, "Tesseract") each layer has other sequences and replicates the weights, whose gradients are summed over
 the layers (z) once a step.
 
 A linear's weight is stored transposed, [out, in]: B[k,j] is block (out j, in k), dim 0 over x and dim 1 over y. The
