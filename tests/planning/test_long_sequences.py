@@ -147,8 +147,8 @@ def test_the_reasons_compare_the_kinds_with_numbers():
         assert f" {kind}" in text
     assert f"cp={plan.layout.cp} as" in text
     assert "KiB a token and layer" in text
-    assert "nothing hides it" in text
-    assert "attention hides it: a hop takes" in text
+    assert "exposed" in text
+    assert "attention overlaps it: a hop takes" in text
 
 
 def test_the_reasons_say_why_a_kind_cannot_be():
@@ -163,7 +163,7 @@ def test_the_reasons_say_why_a_kind_cannot_be():
 def test_reasons_name_exposed_ring_transfers():
     asked = request("llama-1b", "64xh100:eth", 64, 16384)
     found = list(kind_reasons(asked, price(asked.scenario(Layout.parse("dp=4,cp=16,accumulate=16")))))
-    assert "attention hides a part of it" in found[0]
+    assert "attention overlaps a part of it" in found[0]
 
 
 def test_a_plan_without_cp_says_nothing_of_its_kinds():
@@ -176,7 +176,7 @@ def test_the_reasons_compare_grids_with_flat_tp():
     plan = price(asked.scenario(Layout.parse("tp=16,tp_kind=2d,microbatch=8,accumulate=2")))
     found = list(kind_reasons(asked, plan))
     assert found[0].startswith("tp=16 as 2d sends")
-    assert "messages inside a node" in found[0]
+    assert "collectives inside a node" in found[0]
     assert any("1d with sequence parallelism" in line for line in found)
     padded = price(asked.scenario(Layout.parse("tp=16,tp_kind=2d,microbatch=1,accumulate=16")))
     assert "300% of its sequences are padding" in next(kind_reasons(asked, padded))

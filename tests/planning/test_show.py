@@ -14,6 +14,7 @@ import browser
 import pytest
 from rich.console import Console
 
+from echelon.draw import number_format
 from echelon.layout import Layout
 from echelon.planning.cluster import cluster
 from echelon.planning.cost.step_time import StepTimes
@@ -93,13 +94,13 @@ def test_bars_are_the_whole():
     ("value", "text"), [(7.697, "7.70 s"), (0.9997, "1.00 s"), (0.0124, "12.4 ms"), (12345.0, "12,345 s"), (0.0, "0 s")]
 )
 def test_seconds(value, text):
-    assert plan_labels.format_seconds(value) == text
+    assert number_format.format_seconds(value) == text
 
 
 def test_numbers_under_each_other():
-    assert plan_labels.format_seconds_aligned([5.3241, 0.05]) == ["5.324 s", "0.050 s"]
-    assert plan_labels.format_seconds_aligned([39.351, 0.05]) == ["39.35 s", "0.05 s"]
-    assert plan_labels.format_seconds_aligned([0.0774, 0.0056]) == ["77.4 ms", "5.6 ms"]
+    assert number_format.format_seconds_aligned([5.3241, 0.05]) == ["5.324 s", "0.050 s"]
+    assert number_format.format_seconds_aligned([39.351, 0.05]) == ["39.35 s", "0.05 s"]
+    assert number_format.format_seconds_aligned([0.0774, 0.0056]) == ["77.4 ms", "5.6 ms"]
 
 
 # The terminal
@@ -112,15 +113,15 @@ def test_lines_fit_the_terminal(plans, width):
     assert all(len(line) <= width for line in text.splitlines())
     flat = re.sub(r"\s+", "", text)
     for plan in plans:
-        assert plan_labels.format_seconds(plan.seconds) in text
+        assert number_format.format_seconds(plan.seconds) in text
         if width >= 80:
             assert plan_labels.format_interval(plan).replace(" ", "") in flat
             values = (
-                plan_labels.format_bytes(plan.memory.total),
-                plan_labels.percent(plan.mfu),
-                plan_labels.percent(plan.bubble),
+                number_format.format_bytes(plan.memory.total),
+                number_format.percent(plan.mfu),
+                number_format.percent(plan.bubble),
             )
-            assert all(value in text for value in (*values, plan_labels.format_count(plan.tokens_per_s)))
+            assert all(value in text for value in (*values, number_format.format_count(plan.tokens_per_s)))
     assert flat.count("planonly") == sum(not plan.runnable for plan in plans)
     assert flat.count("doesnotfit") == sum(not plan.fits for plan in plans)
 
@@ -130,7 +131,7 @@ def test_the_best_plan_is_told(plans):
     for bar in plan_labels.labelled_bars(plans[0].times, plan_labels.CAUSES):
         assert re.search(rf"{bar.label.name} +[\d.]+ m?s +{100 * bar.share:.1f} % +[█▏▎▍▌▋▊▉]", text)
     for bar in plan_labels.labelled_bars(plans[0].memory.parts, plan_labels.CATEGORIES):
-        assert re.search(rf"{bar.label.name} +{plan_labels.format_bytes(bar.value)} +{100 * bar.share:.1f} %", text)
+        assert re.search(rf"{bar.label.name} +{number_format.format_bytes(bar.value)} +{100 * bar.share:.1f} %", text)
     assert all(f"• {reason}" in text for reason in REASONS)
 
 
@@ -225,14 +226,14 @@ def test_every_number_is_on_the_page(plans, read):
             bars = plan_labels.labelled_bars(parts, table)
             values += [bar.label.name for bar in bars] + [f"{100 * bar.share:.1f} %" for bar in bars]
             values += (
-                plan_labels.format_seconds_aligned([bar.value for bar in bars]) if table is plan_labels.CAUSES else []
+                number_format.format_seconds_aligned([bar.value for bar in bars]) if table is plan_labels.CAUSES else []
             )
         for value in [*values, str(plan.layout), *plan.reasons]:
             assert value in section, value
         for value in (
-            plan_labels.format_seconds(plan.seconds),
+            number_format.format_seconds(plan.seconds),
             plan_labels.format_interval(plan),
-            plan_labels.format_bytes(plan.memory.total),
+            number_format.format_bytes(plan.memory.total),
         ):
             assert value in read.texts["plans"]
         assert ("cannot be run" in section) == (not plan.runnable)

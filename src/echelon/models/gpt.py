@@ -67,11 +67,9 @@ class GPTBlock(nn.Module):
 class GPTMoEBlock(GPTBlock):
     """A block with an MoE layer. It also returns the balance losses [B]."""
 
-    def __init__(self, config: ModelConfig, mixture: MoEConfig) -> None:
+    def __init__(self, config: ModelConfig, moe: MoEConfig) -> None:
         super().__init__(config)
-        self.mlp = build_moe_layer(
-            config, mixture, GPTMLP(config.width, mixture.shared_ffn) if mixture.shared_ffn else None
-        )
+        self.mlp = build_moe_layer(config, moe, GPTMLP(config.width, moe.shared_ffn) if moe.shared_ffn else None)
 
     def forward(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         x = x + self.drop1(self.attn(self.norm1(x), context))

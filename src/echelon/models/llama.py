@@ -79,10 +79,10 @@ class LlamaBlock(nn.Module):
 class LlamaMoEBlock(LlamaBlock):
     """A block with an MoE layer. It also returns the balance losses [B]."""
 
-    def __init__(self, config: ModelConfig, mixture: MoEConfig) -> None:
+    def __init__(self, config: ModelConfig, moe: MoEConfig) -> None:
         super().__init__(config)
-        shared = LlamaMLP(config.width, mixture.shared_ffn) if mixture.shared_ffn else None
-        self.mlp = build_moe_layer(config, mixture, shared)
+        shared = LlamaMLP(config.width, moe.shared_ffn) if moe.shared_ffn else None
+        self.mlp = build_moe_layer(config, moe, shared)
 
     def forward(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         x, h = self._attend(x, context)

@@ -35,4 +35,4 @@ class LMHead(nn.Module):
         return linear_cross_entropy(x, self.weight, targets), (targets != IGNORE_INDEX).sum()
 
     def logits(self, x: Tensor) -> Tensor:
-        return F.linear(x.to(self.weight.dtype), self.weight)  # the head may be kept in float32
+        return F.linear(x.to(self.weight.dtype), self.weight)  # keep_fp32 may hold the head in float32

@@ -1,9 +1,8 @@
-"""From a model and a cluster to a ranked, explained, runnable plan, without a device. No torch, but to trace modules.
+"""Ranked, explained, runnable plans of a model on a cluster, without a device. No torch, except to trace modules.
 
-what is asked     shape.py (ModelShape), sources.py, hugging_face.py, trace.py (where shapes come from), device.py,
-                  cluster.py, cluster_file.py (Cluster), case.py (Case: this model there, in this layout)
-what it takes     work.py (counted), constants.py (fitted), time.py (seconds by cause), memory.py (bytes by category)
-which is best     price.py (Plan), layouts.py (all of them), search.py, explain.py (why), ask.py (from words to plans)
-how well          rows.py (published runs as questions), score.py
-how it looks      show/
+planner.py      the entry point: `plan`, `find_plans`        scenario.py   a model on a cluster in a layout
+model/          `ModelShape` of a model                      cluster/      `Cluster`: devices, links, measured curves
+cost/           work, time and memory of a scenario          search/       layouts, bounds, the search
+explain/        reasons, failures                            calibrate/    constants, corrections, scores
+show/           text, HTML and tables of plans
 """

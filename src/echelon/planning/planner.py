@@ -1,4 +1,4 @@
-"""From what a person writes to plans: `echelon plan`, `echelon.planning(...)` and `train --plan auto` ask here."""
+"""The entry point of planning, for `echelon plan`, `echelon.plan(...)` and `train --plan auto`."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from echelon.planning.search.layout_search import least_memory_plan, search_plan
 T = TypeVar("T")
 PRECISIONS = ("bf16", "fp16", "fp8", "fp4", "fp32")
 MAX_DEFAULT_SEQ_LEN = 4096
-"""tokens of a sequence, where nothing is said, at most"""
+"""tokens"""
 DEFAULT_SEQUENCES_PER_DEVICE = 16
-"""sequences of a step for each device, where nothing is said"""
+"""of a step"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanResult:
-    """Plans, best first, and what there is to say of them."""
+    """Plans, best first, with an explanation."""
 
     plans: tuple[Plan, ...]
     explanation: tuple[str, ...] = ()
     """why nothing fits"""
     nearest: Plan | None = None
-    """where nothing fits, what needs the least"""
+    """where nothing fits, the plan that needs the least memory"""
 
 
 def plan(model: str, cluster: str = "here", **options: Any) -> list[Plan]:
@@ -72,41 +72,44 @@ def find_plans(
     thrift: MemoryOptions = DEFAULT_MEMORY_OPTIONS,
     host: float | None = None,
 ) -> PlanResult:
-    """Plans for a model on a cluster. With `layout`, that one alone; with `fixed`, those that have these keys.
+    """Search plans for a model on a cluster, or price `layout`; with `fixed`, only layouts that have these keys.
 
-    Without a batch, 16 sequences for each device; without a length, the model's longest, at most 4,096. With `correct`,
-    the folder of a run, times are multiplied by what that run measured over what it was predicted to take. With
-    `tokens`, it is said how long so many take. `imbalance` is of a mixture: rows of experts on the busiest of the ranks
-    that divide them, to the mean. `rule` is the optimizer, `thrift` what is done beside the layout to need less memory,
-    `host` the share of the states that leave the device where the layout lets them.
+    Defaults: 16 sequences per device, and the model's longest sequence up to 4,096 tokens. `correct` is the directory
+    of a run: times are multiplied by its measured over predicted step time. `tokens` adds the cost of training on
+    them to the reasons. `imbalance` is the max/mean expert load across ep ranks. `rule` is the optimizer, `thrift` are
+    memory options beside the layout, `host` is the share of the states that is offloaded where the layout allows it.
     """
     if not 0 <= tokens < float("inf"):
         raise ValidationError(
-            [ValidationIssue(key="tokens", value=str(tokens), message="is not a number of tokens", legal="> 0")]
+            [
+                ValidationIssue(
+                    key="tokens", value=str(tokens), message="is not a positive number of tokens", legal="> 0"
+                )
+            ]
         )
     wish = _parse_request(model, cluster, batch, seq_len, fixed, precision, objective, plan_only, correct, imbalance)
     if rule is not None:
         wish = replace(wish, optimizer=rule, moment_bytes=cost.state_bytes_per_element(rule) / NUM_MOMENTS)
     wish = replace(wish, memory_options=thrift, host_share=host)
-    found = _find_plans(wish, model, layout, top)
-    if layout and imbalance and found.plans[0].layout.ep == 1:
-        why = "has no effect on ep=1: a rank that has all experts works on as many rows, whichever they are for"
+    result = _find_plans(wish, model, layout, top)
+    if layout and imbalance and result.plans[0].layout.ep == 1:
+        why = "requires ep > 1: a rank that holds all experts computes as many tokens, however they are routed"
         raise ValidationError(
             [ValidationIssue(key="imbalance", value=f"{imbalance:g}", message=why, hint="leave it out, or give ep")]
         )
     if correct:
-        found = replace(found, plans=tuple(corrections.note_correction(plan, correct) for plan in found.plans))
+        result = replace(result, plans=tuple(corrections.note_correction(plan, correct) for plan in result.plans))
     if tokens:
-        told = (replace(plan, reasons=(*plan.reasons, training_cost(plan, tokens))) for plan in found.plans)
-        found = replace(found, plans=tuple(told))
-    return found
+        priced = (replace(plan, reasons=(*plan.reasons, training_cost(plan, tokens))) for plan in result.plans)
+        result = replace(result, plans=tuple(priced))
+    return result
 
 
 def _find_plans(request: PlanRequest, model: str, layout: str, top: int) -> PlanResult:
     if layout:
         if request.fixed:
             fixed = ",".join(f"{key}={value}" for key, value in request.fixed.items())
-            rule = "has no effect beside --layout, which prices one layout"
+            rule = "is incompatible with --layout, which prices one layout"
             raise ValidationError([ValidationIssue(key="fix", value=fixed, message=rule, hint="leave it out")])
         return PlanResult(plans=(price_layout(request, layout),))
     plans = search_plans(request, top=top)
@@ -121,7 +124,7 @@ def _find_plans(request: PlanRequest, model: str, layout: str, top: int) -> Plan
 
 
 def price_layout(request: PlanRequest, text: str) -> Plan:
-    """One layout, as it is written; it must fill the cluster and the batch, whether or not it fits the memory."""
+    """Price one layout. It must match the devices and the batch, whether or not it fits into memory."""
     layout = check_layout(
         text,
         world=request.cluster.devices,
@@ -144,7 +147,7 @@ def _parse_request(
     correct: str,
     imbalance: float,
 ) -> PlanRequest:
-    """All that is wrong is told at once."""
+    """Parse the arguments, and raise all issues at once."""
     faults: list[ValidationIssue] = []
     shape = _collect_faults(lambda: resolve_shape(model), faults)
     found = _collect_faults(lambda: clusters.parse_cluster(cluster), faults)
@@ -163,14 +166,14 @@ def _parse_request(
         if value < 0:
             faults.append(ValidationIssue(key=key, value=str(value), message="is less than 1", legal=">= 1"))
     if imbalance and not 1 <= imbalance < float("inf"):
-        rule = "is not the rows of the busiest rank to the mean"
+        rule = "is not a max/mean expert load"
         faults.append(ValidationIssue(key="imbalance", value=f"{imbalance:g}", message=rule, legal=">= 1"))
     elif imbalance and shape is not None and not shape.experts:
-        rule = f"has no effect: {shape.name} has no experts"
+        rule = f"requires MoE layers, which {shape.name} does not have"
         faults.append(ValidationIssue(key="imbalance", value=f"{imbalance:g}", message=rule, hint="leave it out"))
-    # Rotary positions have no end; a table of positions has.
+    # RoPE has no longest sequence; learned positions have.
     if shape is not None and shape.position_parameters and seq_len > shape.max_seq_len:
-        rule = f"is longer than {shape.name} allows"
+        rule = f"exceeds the longest sequence of {shape.name}"
         faults.append(
             ValidationIssue(key="seq-len", value=str(seq_len), message=rule, legal=f"1 to {shape.max_seq_len}")
         )
@@ -203,7 +206,7 @@ def _collect_faults(make: Callable[[], T], faults: list[ValidationIssue]) -> T |
 
 
 def train_command(plan: Plan, model: str, settings: Sequence[str] = ()) -> str:
-    """What trains it, with these settings; nothing where that cannot be trained yet."""
+    """The command that trains a plan with these settings; empty if it cannot be trained."""
     if not plan.runnable or model.endswith(".json"):
         return ""
     layout, cluster = plan.layout, plan.scenario.cluster

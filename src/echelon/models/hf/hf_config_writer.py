@@ -13,45 +13,47 @@ from echelon.models.moe_config import MoEConfig
 
 
 def hf_config(model: SavedModel, dtype: str) -> dict[str, Any]:
-    """Raises ValueError where transformers has no model that computes the same."""
+    """The keys of a config.json. Raises ValueError if transformers has no model that computes the same."""
     from echelon.models.hf.param_names import hf_model_type
 
     config, computed = model.config, hf_model_type(model.config)
-    kind = model.model_type if EQUIVALENT_TYPES.get(model.model_type) == computed else computed
-    if wrong := _unsupported(config, kind):
-        raise ValidationError(wrong)
-    head = {"architectures": [TRAINABLE[kind].class_name], "model_type": kind, "dtype": dtype}
-    return {**head, **(_gpt2(config) if kind == "gpt2" else _rotary(config, kind))}
+    model_type = model.model_type if EQUIVALENT_TYPES.get(model.model_type) == computed else computed
+    if issues := _unsupported(config, model_type):
+        raise ValidationError(issues)
+    head = {"architectures": [TRAINABLE[model_type].class_name], "model_type": model_type, "dtype": dtype}
+    return {**head, **(_gpt2(config) if model_type == "gpt2" else _rotary(config, model_type))}
 
 
-def _unsupported(config: ModelConfig, kind: str) -> list[ValidationIssue]:
-    """What ours compute and theirs do not."""
-    found = []
+def _unsupported(config: ModelConfig, model_type: str) -> list[ValidationIssue]:
+    """Issues of what our model computes and transformers' does not."""
+    result = []
 
-    def fault(key: str, value: object, rule: str, legal: str = "") -> None:
-        found.append(ValidationIssue(key=key, value=str(value), message=f"{rule} ({kind})", legal=legal))
+    def add_issue(key: str, value: object, rule: str, legal: str = "") -> None:
+        result.append(ValidationIssue(key=key, value=str(value), message=f"{rule} ({model_type})", legal=legal))
 
     if not config.causal:
-        fault("causal", "false", "is not what transformers' models of text do", "true")
+        add_issue("causal", "false", "is not what transformers' models of text do", "true")
     if config.mla is not None and config.epsilon != MLA_EPSILON:
-        fault("epsilon", config.epsilon, "is not that of transformers' latent attention", f"{MLA_EPSILON:g}")
+        add_issue("epsilon", config.epsilon, "is not that of transformers' latent attention", f"{MLA_EPSILON:g}")
     if config.mla is not None and config.moe is None:
-        fault("mixture", "none", "is missing, and transformers' latent attention comes with experts")
+        add_issue("mixture", "none", "is missing: transformers' latent attention requires MoE layers")
     if config.moe is None:
-        return found
-    mixture, options = config.moe, dict(config.moe.options)
-    for key, fine in (("capacity_factor", None), ("score", "sigmoid" if kind == "deepseek_v3" else "softmax")):
+        return result
+    moe, options = config.moe, dict(config.moe.options)
+    for key, fine in (("capacity_factor", None), ("score", "sigmoid" if model_type == "deepseek_v3" else "softmax")):
         if options.get(key, fine) != fine:
-            fault(f"gate {key}", options[key], "is not what transformers' gate does", str(fine))
-    if kind in ("mixtral", "deepseek_v2") and options.get("normalise", kind == "mixtral") != (kind == "mixtral"):
-        fault("gate normalise", options["normalise"], "is not what transformers' gate does")
-    if mixture.shared_ffn % mixture.ffn:
-        fault("shared", mixture.shared_ffn, f"is not a multiple of an expert's size ({mixture.ffn})")
-    if kind == "deepseek_v3":
+            add_issue(f"gate {key}", options[key], "is not what transformers' gate does", str(fine))
+    if model_type in ("mixtral", "deepseek_v2") and options.get("normalise", model_type == "mixtral") != (
+        model_type == "mixtral"
+    ):
+        add_issue("gate normalise", options["normalise"], "is not what transformers' gate does")
+    if moe.shared_ffn % moe.ffn:
+        add_issue("shared", moe.shared_ffn, f"is not a multiple of an expert's size ({moe.ffn})")
+    if model_type == "deepseek_v3":
         groups, limit = options.get("num_groups", 8), options.get("group_limit", 4)
-        if int(limit) < int(groups) and mixture.k // int(limit) != 2:
-            fault("gate group_limit", limit, "groups are chosen by other than their 2 best experts", "half of k")
-    return found
+        if int(limit) < int(groups) and moe.k // int(limit) != 2:
+            add_issue("gate group_limit", limit, "groups are chosen by other than their 2 best experts", "half of k")
+    return result
 
 
 def _gpt2(config: ModelConfig) -> dict[str, Any]:
@@ -75,8 +77,8 @@ def _gpt2(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _rotary(config: ModelConfig, kind: str) -> dict[str, Any]:
-    found: dict[str, Any] = {
+def _rotary(config: ModelConfig, model_type: str) -> dict[str, Any]:
+    result: dict[str, Any] = {
         "vocab_size": config.vocab,
         "hidden_size": config.width,
         "num_hidden_layers": config.layers,
@@ -92,37 +94,37 @@ def _rotary(config: ModelConfig, kind: str) -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    if kind in ("llama", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3"):
-        found["attention_bias"] = False
-    if kind == "llama":
-        found["mlp_bias"] = False
-    if kind in ("mistral", "mixtral"):
-        found["sliding_window"] = None
-    if TRAINABLE[kind].sliding_window_flag:
-        found["use_sliding_window"] = False
+    if model_type in ("llama", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3"):
+        result["attention_bias"] = False
+    if model_type == "llama":
+        result["mlp_bias"] = False
+    if model_type in ("mistral", "mixtral"):
+        result["sliding_window"] = None
+    if TRAINABLE[model_type].sliding_window_flag:
+        result["use_sliding_window"] = False
     if config.mla is not None:
         latent = config.mla
-        found |= {"q_lora_rank": latent.query_rank or None, "kv_lora_rank": latent.kv_rank}
-        found |= {"qk_rope_head_dim": latent.rope_dim, "qk_nope_head_dim": latent.nope_dim}
-        found |= {"v_head_dim": latent.value_dim}
-    elif kind != "qwen2":
-        found["head_dim"] = config.head_dim
-    return {**found, **(_moe(config, config.moe, kind) if config.moe is not None else {})}
+        result |= {"q_lora_rank": latent.query_rank or None, "kv_lora_rank": latent.kv_rank}
+        result |= {"qk_rope_head_dim": latent.rope_dim, "qk_nope_head_dim": latent.nope_dim}
+        result |= {"v_head_dim": latent.value_dim}
+    elif model_type != "qwen2":
+        result["head_dim"] = config.head_dim
+    return {**result, **(_moe(config, config.moe, model_type) if config.moe is not None else {})}
 
 
 def _rope(config: ModelConfig) -> dict[str, Any]:
-    """As transformers 5 reads them, and as it did before."""
+    """RoPE keys for transformers 5 and for older versions."""
     stretch = config.rope_scaling
     if stretch is None:
         return {"rope_theta": config.theta, "rope_parameters": {"rope_type": "default", "rope_theta": config.theta}}
-    said = dict(
+    keys = dict(
         zip(
             LLAMA3_ROPE_KEYS,
             (stretch.factor, stretch.low_freq_factor, stretch.high_freq_factor, stretch.original_max_seq_len),
             strict=True,
         )
     )
-    how = {"rope_type": "llama3", **said}
+    how = {"rope_type": "llama3", **keys}
     return {
         "rope_theta": config.theta,
         "rope_scaling": how,
@@ -130,25 +132,25 @@ def _rope(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _moe(config: ModelConfig, mixture: MoEConfig, kind: str) -> dict[str, Any]:
-    options: dict[str, Any] = dict(mixture.options)
-    found: dict[str, Any] = {"num_experts_per_tok": round(mixture.k)}
-    if kind in ("mixtral", "qwen3_moe"):
-        balance = float(options.get("balance", 0.02 if kind == "mixtral" else 0.001))
-        found["router_aux_loss_coef"] = float(f"{balance * config.layers:.12g}")
-        found["output_router_logits"] = False
-    if kind == "mixtral":
-        return {**found, "num_local_experts": mixture.experts, "intermediate_size": mixture.ffn}
-    found["moe_intermediate_size"] = mixture.ffn
-    if kind == "qwen3_moe":
-        dense = [layer for layer in range(config.layers) if not mixture.is_moe_layer(layer)]
-        found |= {"num_experts": mixture.experts, "norm_topk_prob": bool(options.get("normalise", False))}
-        return {**found, "decoder_sparse_step": 1, "mlp_only_layers": dense}
-    third = kind == "deepseek_v3"
-    found |= {"n_routed_experts": mixture.experts, "first_k_dense_replace": mixture.dense_layers}
-    found |= {"n_group": options.get("num_groups", 8), "topk_group": options.get("group_limit", 4 if third else 3)}
-    found |= {"routed_scaling_factor": float(options.get("scale", 1.0))}
-    found |= {"n_shared_experts": mixture.shared_ffn // mixture.ffn, "moe_layer_freq": 1}
-    if third:
-        return {**found, "norm_topk_prob": bool(options.get("normalise", True)), "rope_interleave": True}
-    return {**found, "topk_method": "group_limited_greedy", "norm_topk_prob": False}
+def _moe(config: ModelConfig, moe: MoEConfig, model_type: str) -> dict[str, Any]:
+    options: dict[str, Any] = dict(moe.options)
+    result: dict[str, Any] = {"num_experts_per_tok": round(moe.k)}
+    if model_type in ("mixtral", "qwen3_moe"):
+        balance = float(options.get("balance", 0.02 if model_type == "mixtral" else 0.001))
+        result["router_aux_loss_coef"] = float(f"{balance * config.layers:.12g}")
+        result["output_router_logits"] = False
+    if model_type == "mixtral":
+        return {**result, "num_local_experts": moe.experts, "intermediate_size": moe.ffn}
+    result["moe_intermediate_size"] = moe.ffn
+    if model_type == "qwen3_moe":
+        dense = [layer for layer in range(config.layers) if not moe.is_moe_layer(layer)]
+        result |= {"num_experts": moe.experts, "norm_topk_prob": bool(options.get("normalise", False))}
+        return {**result, "decoder_sparse_step": 1, "mlp_only_layers": dense}
+    is_v3 = model_type == "deepseek_v3"
+    result |= {"n_routed_experts": moe.experts, "first_k_dense_replace": moe.dense_layers}
+    result |= {"n_group": options.get("num_groups", 8), "topk_group": options.get("group_limit", 4 if is_v3 else 3)}
+    result |= {"routed_scaling_factor": float(options.get("scale", 1.0))}
+    result |= {"n_shared_experts": moe.shared_ffn // moe.ffn, "moe_layer_freq": 1}
+    if is_v3:
+        return {**result, "norm_topk_prob": bool(options.get("normalise", True)), "rope_interleave": True}
+    return {**result, "topk_method": "group_limited_greedy", "norm_topk_prob": False}

@@ -1,7 +1,7 @@
 """Balance without a loss. Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts":
 
     s = sigmoid(W·x)                            chosen: the k largest of s_i + b_i        weights: s_i, without b
-    after each step:  b_i <- b_i + u · sign(mean of c - c_i)        c_i: choices of expert i in the whole batch
+    after each step:  b_i <- b_i + u · sign(mean of c - c_i)        c_i: choices of expert i in the global batch
 
 The bias has no gradient and affects the choice, not the weights.
 """

@@ -1,8 +1,8 @@
-"""The constants that price a case: of programs or of our own, and what was measured on a machine in their place.
+"""Constants of a scenario: fitted, ours, or measured on a machine.
 
 [Note: what replaces what]
 
-    curves.matmul       the share of the peak that products reach, and their edge; least squares of
+    curves.matmul       the share of the peak that GEMMs reach, and their edge; least squares of
                             1 / rate = (1 + edge (1/m + 1/k + 1/n)) / (peak x share)
     curves.attention    best_attention; a row's FLOPs are causal, backward counted as 2.5 forwards
     curves.memory       streaming
@@ -28,12 +28,11 @@ from echelon.planning.cost.step_work import GENERATIONS, HOPPER
 from echelon.planning.scenario import Scenario
 
 CPU_CONSTANTS = {"edge": 8.0, "context": 0.4, "step": 0.0}
-"""of a processor, whose host is itself: numbers of a vector register; GiB of a process that has torch; no device to
-wait for between steps"""
+"""of a CPU: elements of a vector register; GiB of a process with torch; no device to wait for between steps"""
 
 
 def constants_for(scenario: Scenario, c: Constants = FITTED_CONSTANTS) -> Constants:
-    """Of our own program, where its kernels run, or of others; on this machine, where it was measured."""
+    """Constants of a scenario: of our kernels or of other programs, calibrated where the cluster was measured."""
     return calibrate(scenario.cluster, _native_constants(c) if scenario.has_kernels else c)
 
 
@@ -69,10 +68,9 @@ def _calibrate(cluster: Cluster, c: Constants) -> Constants:
 
 
 def fit_matmul_rate(rows: Sequence[tuple[int, int, int, float]], usual_edge: float) -> tuple[float, float]:
-    """(FLOPs per second of endlessly large products, elements that each dimension is longer) of the least squares.
+    """Fit (FLOPs per second of an infinitely large GEMM, elements added to each dimension).
 
-    Of what the formula is off, as a share of what was measured. Products that differ too little say nothing about
-    their edges: those are then as usual.
+    Least squares of the relative error. GEMMs of similar sizes do not determine the edge, which is then the default.
     """
     m, k, n, rate = np.array(rows, dtype=np.float64).T
     edges = 1 / m + 1 / k + 1 / n

@@ -1,8 +1,7 @@
-"""Every number that was fitted to measured runs: what programs reach of what devices could do.
+"""Constants fitted to measured runs: the efficiency that programs reach.
 
-They belong to no model and no source. `bench/fit.py` fits them; `echelon score` says how well they do. Our own program
-reaches more with its kernels: OWN says what, where that was measured. Where a machine was measured (`echelon bench`),
-calibrate.py puts what was measured in their place.
+They depend on no model and no source. `bench/fit.py` fits them; `echelon score` scores them. NATIVE_OVERRIDES are those
+of our kernels, where measured. calibration.py replaces them by measurements of a machine (`echelon bench`).
 """
 
 from __future__ import annotations
@@ -12,22 +11,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    # products: share of the peak that large ones reach
+    # GEMMs: share of the peak that large ones reach
     volta: float = 0.714
     ampere: float = 0.676
     hopper: float = 0.671
     blackwell: float = 0.562
     cpu: float = 0.7
-    """stated, not fitted: nobody publishes runs on processors"""
+    """assumed, not fitted: there are no published runs on CPUs"""
     hopper_fp8: float = 0.62
     blackwell_fp8: float = 0.631
     fp4: float = 0.471
     edge: float = 107
-    """elements that each dimension of a product is longer than it is, for partly filled tiles"""
+    """elements added to each dimension of a GEMM, for partly filled tiles"""
     odd: float = 0.768
-    """share that a product is longer where tiles of 64 do not divide it"""
+    """extra time of a GEMM whose dims are not multiples of 64"""
     expert_edge: float = 1.4e03
-    """the same, in the grouped products of experts"""
+    """`edge` of the grouped GEMMs of experts"""
     # attention: share of the 16-bit peak
     flash1: float = 0.29
     flash2: float = 0.381
@@ -46,16 +45,16 @@ class Constants:
     loose_norms: float = 9.36
     """times the bytes that norms of several kernels move, to those of one"""
     casts: float = 6.02
-    """bytes moved per element that operators between narrow products pass, to narrow it"""
+    """bytes moved per element to cast the inputs of low-precision GEMMs"""
     # starting
     launch: float = 0.000307
-    """seconds of the host to start a layer's kernels, forward or backward"""
+    """seconds of the host to launch a layer's kernels, forward or backward"""
     launch_experts: float = 0.0025
     """seconds more in a layer with experts: sorting tokens, many small kernels, waiting for counts"""
     step: float = 0.045
     """seconds of a step outside everything"""
     alone: float = 0.5
-    """share of that on a single device, which waits for nobody"""
+    """share of that on a single device"""
     # links
     inside: float = 0.864
     """share of the bandwidth inside a node"""
@@ -64,15 +63,15 @@ class Constants:
     links_old: float = 0.716
     """share of both that programs before Hopper reach"""
     tp_shown: float = 0.444
-    """share of tensor-parallel messages that compute does not hide, since Hopper; before, all"""
+    """exposed share of tensor-parallel communication since Hopper; before, all of it"""
     ep_shown: float = 0.28
     pp_shown: float = 0.163
     dp_hidden: float = 1.69
-    """backwards of a microbatch that hide the reduction of gradients, since Hopper"""
+    """backwards of a microbatch that overlap gradient reduction, since Hopper"""
     stream_hidden: float = 0.756
-    """share of compute that hides parameters on their way, where they are gathered for every microbatch"""
+    """share of compute that overlaps parameter all-gathers of every microbatch"""
     stream_shown: float = 1.44
-    """share of those messages that nothing hides"""
+    """exposed share of those all-gathers"""
     # the rest
     update: float = 21.6
     """bytes moved per parameter by the update"""
@@ -94,7 +93,7 @@ class Constants:
 
 FITTED_CONSTANTS = Constants()
 DEFAULT_IMBALANCE = 1.3
-"""rows of experts on the busiest rank, to the mean, where nothing is said. Of the busiest expert Wang et al. (2024)
+"""default max/mean expert load across ep ranks. Of the busiest expert Wang et al. (2024)
 publish 1.04 with a bias that balances and 1.5 to 1.7 with a loss; published pairs of runs with and without forced
 balance (Qwen3-235B) differ as 1.5 to 1.9 would. Between both: the geometric mean"""
 NATIVE_OVERRIDES: dict[str, float] = {
@@ -102,7 +101,7 @@ NATIVE_OVERRIDES: dict[str, float] = {
     "hopper_fp8": 0.666,
     "best_attention": 0.553,
     "blocks": 1.07,  # bench/ring_attention.py at 32,768 tokens, less merging: 1.04 on four ranks, 1.11 on eight
-    "expert_edge": 107.0,  # as of other products, which runs of mixtures agree with (bench/measured/h200-mixtures.json)
+    "expert_edge": 107.0,  # as of other GEMMs; MoE runs agree (bench/measured/h200-mixtures.json)
     "launch_experts": 0.0004,  # some 65 kernels more than in a dense layer, of 6 microseconds of the host each
     "streaming": 0.787,
     "casts": 0.0,  # counted by what they read and write (kernels.py)

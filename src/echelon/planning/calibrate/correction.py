@@ -1,4 +1,4 @@
-"""What a run was predicted to take, and what it took: a correction for the next plan.
+"""Predicted against measured step time of a run, and the correction of later plans by it.
 
     RUN/measured.json   {"step_s", "memory_bytes", "predicted": {"step_s", "memory_bytes"} or {"reason"}, "ratio"}
 
@@ -23,14 +23,14 @@ MEASURED_FILE = "measured.json"
 
 
 def compare_prediction(predicted: Mapping[str, Any], seconds: Sequence[float], memory: int) -> dict[str, Any]:
-    """What the file holds, from the seconds of every step. The first one allocates, and does not count."""
+    """The contents of the file, from the seconds of every step but the first, which allocates."""
     step = median(seconds[1:] or seconds)
     ratio = step / predicted["step_s"] if "step_s" in predicted else None
     return {"step_s": step, "memory_bytes": memory, "predicted": dict(predicted), "ratio": ratio}
 
 
 def format_measured(measured: Mapping[str, Any]) -> str:
-    """The file in a line."""
+    """One line of text of the file."""
     predicted = measured["predicted"]
     if "step_s" not in predicted:
         return f"measured {_digits(measured['step_s'])} s a step; not predicted: {predicted['reason']}"
@@ -42,7 +42,7 @@ def _digits(seconds: float) -> str:
 
 
 def read_correction(run: str, cluster: Cluster | None = None) -> float:
-    """What plans for the cluster are to be multiplied by, as a run found. Refuses a run that cannot say."""
+    """The correction factor of a run for plans on a cluster. Raises ValidationError if it has none."""
     path = Path(run) / MEASURED_FILE
     legal = "the folder of a run that ended, of a named model"
     try:
@@ -74,6 +74,6 @@ def read_correction(run: str, cluster: Cluster | None = None) -> float:
 
 
 def note_correction(plan: Plan, run: str) -> Plan:
-    """The plan, which says that its times are corrected."""
-    said = f"Times are corrected by {plan.scenario.correction:.3g}, measured in {run}."
-    return replace(plan, reasons=(said, *plan.reasons))
+    """The plan with the correction among its reasons."""
+    note = f"Times are corrected by {plan.scenario.correction:.3g}, measured in {run}."
+    return replace(plan, reasons=(note, *plan.reasons))

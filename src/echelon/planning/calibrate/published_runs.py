@@ -1,11 +1,11 @@
-"""A row of a table of published runs, as a question to the planner: this shape, these devices, this layout, how long?
+"""Published runs as scenarios of the planner, with their measured times.
 
-[Note: what a row does not say]
+[Note: blank columns]
 
-Where a column is blank, these rules on the row's own columns fill it in. They hold for every source.
+These rules fill blank columns from the other columns of a row, for every source.
 
     layers              from the parameters, 12 x width^2 in each
-    heads               width / 128, and as many key-value heads; in a mixture of 64 experts or more: DeepSeek's latent
+    heads               width / 128, and as many key-value heads; with 64 experts or more: DeepSeek's latent
                         attention, if key-value heads are not stated
     feed-forward        4 x width without a gate, 8/3 x width with one
     vocabulary          51,200
@@ -21,7 +21,7 @@ Where a column is blank, these rules on the row's own columns fill it in. They h
     chunks              on Hopper and later as many as divide a rank's layers, at most 5; before, 1
     schedule            interleaved where vpp > 1, 1F1B otherwise
     devices per node    8
-    imbalance           1: benchmarks of mixtures have their tokens spread evenly
+    imbalance           1: MoE benchmarks balance their tokens
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ SCHEDULES = {
 
 
 REQUIRED_COLUMNS = ("source_id", "hidden", "seq_len", "gpu", "gpus", "tp", "pp", "global_batch")
-"""columns without which no row can be asked"""
+"""required columns"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedRun:
-    """One run: what planning is given, and what was measured of it."""
+    """A run: its scenario and its measurements."""
 
     source: str
     scenario: Scenario
@@ -81,7 +81,7 @@ class PublishedRun:
 
 
 class UnusableRowError(ValueError):
-    """A row that no planner could be asked about, with the reason."""
+    """A row that cannot be predicted, with the reason."""
 
 
 def read_runs(path: Path | str) -> list[Mapping[str, str]]:
@@ -97,7 +97,7 @@ def read_runs(path: Path | str) -> list[Mapping[str, str]]:
 
 
 def parse_run(row: Mapping[str, str]) -> PublishedRun:
-    """What a row asks. Raises `Unusable` with the reason where it cannot be asked."""
+    """Parse a row. Raises `UnusableRow` with the reason if it cannot be predicted."""
     get = _RowCells(row)
     note = row.get("note", "").lower()
     if "lora" in note or "sft" in note:
@@ -170,7 +170,7 @@ def parse_run(row: Mapping[str, str]) -> PublishedRun:
 
 
 def parse_runs(rows: Iterable[Mapping[str, str]]) -> tuple[list[PublishedRun], dict[str, int]]:
-    """Those that can be asked, and why others cannot."""
+    """The usable runs, and counts of the others by reason."""
     found: list[PublishedRun] = []
     skipped: dict[str, int] = {}
     for row in rows:

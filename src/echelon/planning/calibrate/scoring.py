@@ -1,8 +1,8 @@
-"""How well the planner does on runs that others measured: errors of time, of fitting, of choosing.
+"""Scores the planner on published runs: errors of step time, of memory fit, of ranking.
 
 time        |predicted / measured - 1| of a step
 coverage    share of runs inside the 80 % interval
-fit         balanced accuracy: the mean of the shares of runs that fitted and of those that did not, foretold rightly
+fit         balanced accuracy: the mean of the shares of fitting and of out-of-memory runs that are predicted
 regret      in each group of runs that differ only in layout and kernel: how much slower than the best measured one
             was the one that we rank first
 """
@@ -59,7 +59,7 @@ class Score:
     half_width: float
     """median half of the interval, as a share of the prediction"""
     skipped: dict[str, int]
-    """rows that could not be asked, by reason"""
+    """rows that cannot be predicted, by reason"""
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
@@ -82,7 +82,7 @@ def score_runs(
     *,
     track: Callable[[Iterable[PublishedRun]], Iterable[PublishedRun]] = iter,
 ) -> Score:
-    """Prices every question."""
+    """Predict and score every run."""
     plans = [(question, price(question.scenario, c) if question.seconds else None) for question in track(runs)]
     timed = [(question, plan) for question, plan in plans if plan is not None]
     sources = [question.source for question, _ in timed]

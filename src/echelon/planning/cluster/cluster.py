@@ -1,10 +1,10 @@
-"""`Cluster`: how many devices of which kinds, joined how. From a name, a file, or the machine at hand.
+"""`Cluster`: devices, nodes and links, from a name, a file, or this machine.
 
 8xh100              one node of eight
 12xh100             a node of eight and four more
 64xa100-80:eth      eight nodes joined by Ethernet (`:ib` is InfiniBand as it comes with the kind, and the default)
 8xh100+8xa100-80    two kinds; a plan is priced on the slower one
-mine.toml           cluster_file.py says what is in it
+mine.toml           a file; cluster_file.py shows one
 here                this machine
 """
 
@@ -21,21 +21,21 @@ from echelon.layout.validation_error import ValidationError, ValidationIssue, di
 from echelon.planning.cluster.device_kinds import DEVICE_KINDS, GIB, DeviceKind, LinkSpec
 
 NETWORKS = {"ib": 0.0, "eth": 100e9 / 8, "roce": 400e9 / 8}
-"""bytes per second that a host can send; ib: as it comes with the kind of device"""
+"""bytes per second of a host; ib: as specified by the device kind"""
 ETHERNET_LATENCY = 3e-5
 HOST_DEVICES = 8
-"""devices that share a host and its network card, at most: an NVLink domain may have several hosts"""
+"""most devices that share a host and its NIC: an NVLink domain may have several hosts"""
 HOST_MEMORY = 128 * GIB
-"""of a host, per device, where nothing else is said"""
+"""default, per device"""
 DISK_BANDWIDTH = 1e9
-"""bytes per second to and from disk, per device, where nothing else is said"""
+"""default bytes per second to and from disk, per device"""
 MAX_DEVICES = 1_000_000
-"""devices; more are a slip of the keyboard"""
+"""more are a typing error"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeGroup:
-    """Nodes of one kind."""
+    """Nodes of one device kind and size."""
 
     device: DeviceKind
     nodes: int
@@ -49,22 +49,22 @@ class NodeGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCurves:
-    """What was measured, for devices of one kind in one node. What is empty or 0 was not."""
+    """Measurements of the devices of one node. Empty or 0: not measured."""
 
     matmul: tuple[tuple[int, int, int, float], ...] = ()
-    """(m, k, n, FLOPs per second) of m x k times k x n in bf16, best with the two products of its backward"""
+    """(m, k, n, FLOPs per second) of m x k times k x n in bf16, with the two GEMMs of its backward"""
     attention: tuple[tuple[int, int, float], ...] = ()
     """(length of the sequence, head_dim, FLOPs per second) of causal attention, backward counted as 2.5 forwards"""
     memory: float = 0.0
-    """bytes per second that an operator reads and writes"""
+    """bytes per second of a streaming operator, reads and writes"""
     host: float = 0.0
-    """bytes per second between a device and its host, with all devices of the node at it"""
+    """bytes per second between a device and its host, all devices of the node at once"""
     all_reduce: tuple[tuple[int, float], ...] = ()
     """(bytes, seconds), over the devices of a node"""
     all_gather: tuple[tuple[int, float], ...] = ()
-    """(bytes of the whole result, seconds)"""
+    """(bytes of the gathered output, seconds)"""
     reduce_scatter: tuple[tuple[int, float], ...] = ()
-    """(bytes of the whole input, seconds)"""
+    """(bytes of the full input, seconds)"""
     all_to_all: tuple[tuple[int, float], ...] = ()
     """(bytes that a device holds, seconds)"""
     send: tuple[tuple[int, float], ...] = ()
@@ -73,12 +73,12 @@ class MeasuredCurves:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Devices, and what joins them."""
+    """Devices and their links."""
 
     name: str
     """as given"""
     node_groups: tuple[NodeGroup, ...]
-    """the nodes; several where kinds are mixed or nodes differ in size"""
+    """several where device kinds or node sizes differ"""
     intra_node: LinkSpec
     """between devices of a node, the slowest"""
     inter_node: LinkSpec
@@ -99,12 +99,12 @@ class Cluster:
 
     @cached_property
     def per_node(self) -> int:
-        """Devices of a node, of those that most devices are in: a rest that fills no node is left to itself."""
+        """Devices per node, in the node group with most devices."""
         return max(self.node_groups, key=lambda part: (part.devices, part.per_node)).per_node
 
     @cached_property
     def device(self) -> DeviceKind:
-        """The slowest kind, which everyone waits for."""
+        """The slowest device kind, which the others wait for."""
         return min(
             (part.device for part in self.node_groups), key=lambda device: (device.peak("bf16"), device.bandwidth)
         )
@@ -126,10 +126,10 @@ class Cluster:
 
 
 def build_cluster(name: str, parts: Sequence[NodeGroup], links: Sequence[LinkSpec] = ()) -> Cluster:
-    """The cluster of these nodes, joined as their devices usually are, or by the slowest of `links` if given."""
+    """A cluster of node groups with the usual links of their devices, or the slowest of `links` between nodes."""
     outside = links or [part.device.inter_node for part in parts]
     smallest = min(parts, key=lambda part: part.per_node)
-    # The memory of a processor is that of its host.
+    # The memory of a CPU is that of its host.
     each = DEVICE_KINDS["cpu"].memory if smallest.device.generation == "cpu" else HOST_MEMORY
     return Cluster(
         name=name,
@@ -146,8 +146,8 @@ def _speed(link: LinkSpec) -> tuple[float, float]:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """The cluster that a text means. Raises FaultError with all that is wrong with it."""
-    from echelon.planning.cluster.cluster_file import read_cluster_file  # it makes clusters
+    """Parse a cluster. Raises ValidationError with all issues."""
+    from echelon.planning.cluster.cluster_file import read_cluster_file  # imports this module
 
     text = text.strip()
     if text == "here":
@@ -168,7 +168,7 @@ _LEGAL = "COUNTxKIND[:ib|:eth|:roce] such as 8xh100, several joined by +, a TOML
 
 
 def _parse_group(text: str) -> tuple[list[NodeGroup], LinkSpec] | ValidationIssue:
-    """The nodes of one kind and what joins them, or what is wrong."""
+    """The nodes of one device kind and the links between them, or an issue."""
     match = _GROUP.fullmatch(text)
     if match is None:
         meant = next((kind for kind in DEVICE_KINDS if text.lower().endswith(kind)), "")
@@ -195,7 +195,7 @@ def _unknown(text: str, what: str, word: str, words: dict[str, DeviceKind] | dic
 
 
 def split_into_nodes(device: DeviceKind, count: int) -> Iterator[NodeGroup]:
-    """Full nodes as they are sold, and one with the rest."""
+    """Full nodes, and one with the remaining devices."""
     full, rest = divmod(count, device.nvlink_domain)
     if full:
         yield NodeGroup(device=device, nodes=full, per_node=device.nvlink_domain)
@@ -204,7 +204,7 @@ def split_into_nodes(device: DeviceKind, count: int) -> Iterator[NodeGroup]:
 
 
 def _network_link(name: str, parts: Sequence[NodeGroup]) -> LinkSpec:
-    """What each device has of it when all devices of a host send at once."""
+    """The share of a device when all devices of a host send at once."""
     if not NETWORKS[name]:
         return parts[0].device.inter_node
     sharing = min(max(part.per_node for part in parts), HOST_DEVICES)
@@ -215,8 +215,8 @@ def _network_link(name: str, parts: Sequence[NodeGroup]) -> LinkSpec:
 
 
 def local_cluster() -> Cluster:
-    """The devices of this machine, one node; its cores, where it has no other."""
-    import torch  # seconds; only where the machine is asked
+    """The GPUs of this machine as one node, or its CPU cores."""
+    import torch  # slow, and needed only here
 
     if not torch.cuda.is_available():
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -228,7 +228,7 @@ def local_cluster() -> Cluster:
         {properties.name for properties in found if not device_kind(properties.name, properties.total_memory)}
     )
     if unknown:
-        rule = f"has devices that planning does not know ({', '.join(unknown)})"
+        rule = f"has unknown devices ({', '.join(unknown)})"
         hint = "describe them in a TOML file, as echelon.planning.cluster.cluster_file says"
         raise ValidationError(
             [ValidationIssue(key="cluster", value="here", message=rule, legal=", ".join(DEVICE_KINDS), hint=hint)]
@@ -242,7 +242,7 @@ def local_cluster() -> Cluster:
 
 
 def device_kind(name: str, memory: int) -> str:
-    """The kind of a device by the name that its driver gives, or "".
+    """The device kind of a driver's device name, or "".
 
     >>> kind_of("NVIDIA A100-SXM4-80GB", 80 << 30), kind_of("NVIDIA H200", 140 << 30)
     ('a100-80', 'h200')

@@ -46,13 +46,13 @@ DTYPES = ("bf16", "fp16", "fp8", "fp4", "fp32")
 
 @dataclass(frozen=True)
 class NumberField:
-    """What a key may hold."""
+    """The unit and legal range of a number."""
 
     shift: int = 0
     """decimal places from the file's unit to bytes, seconds, FLOPs"""
     integer: bool = False
     in_gib: bool = False
-    """in GiB"""
+    """the file's unit is GiB"""
     allows_zero: bool = False
     """whether 0 is a value"""
     maximum: float = 1e30
@@ -63,7 +63,7 @@ class NumberField:
         return f"a {'whole number' if self.integer else 'number'} {bound}"
 
     def parse(self, value: Any) -> float | int | None:
-        """In base units, or nothing where it is nonsense."""
+        """In base units; none if invalid."""
         if isinstance(value, bool) or not isinstance(value, int | Decimal) or not Decimal(value).is_finite():
             return None
         number = Decimal(value)
@@ -98,7 +98,7 @@ DEVICE = {
     "watts": NumberField(allows_zero=True),
     "price": NumberField(allows_zero=True),
 }
-"""numbers of a kind of device: price in US dollars an hour; domain: devices joined by `inside`, as they are sold"""
+"""numbers of a device kind: price in US dollars an hour; domain: devices of a node"""
 OPTIONAL = {"bf16_tflops", "fp16_tflops", "fp8_tflops", "fp4_tflops", "domain", "watts", "price"}
 SIZE, TERA, BYTES = NumberField(integer=True), NumberField(shift=12), NumberField(integer=True, maximum=1e15)
 CURVE_COLUMNS = {
@@ -114,7 +114,7 @@ TOP_LEVEL_KEYS = ("name", "part", "inside", "outside", "host", "curves")
 
 
 class TableReader:
-    """Takes values out of a table and keeps what is wrong with them."""
+    """Takes values out of tables and collects the issues."""
 
     def __init__(self) -> None:
         self.faults: list[ValidationIssue] = []
@@ -123,7 +123,7 @@ class TableReader:
         self.faults.append(ValidationIssue(key=key, value=_format_value(value), message=rule, legal=legal, hint=hint))
 
     def table(self, given: Any, where: str, known: Mapping[str, Any] | tuple[str, ...]) -> dict[str, Any]:
-        """The keys of a table that are known; the others are faults."""
+        """The known keys of a table; adds an issue for each other key."""
         if not isinstance(given, dict):
             self.fault(where, given, "is not a table", f"[{where}] with {', '.join(known)}")
             return {}
@@ -162,7 +162,7 @@ def _format_value(value: Any) -> str:
 
 
 def read_cluster_file(path: str) -> Cluster:
-    """The cluster of a file."""
+    """Read a cluster from a TOML file."""
     legal = "a TOML file that can be read; the docstring of echelon.planning.cluster.cluster_file shows one"
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -174,7 +174,7 @@ def read_cluster_file(path: str) -> Cluster:
 
 
 def cluster_from_toml(text: str) -> Cluster:
-    """The cluster of a file's text."""
+    """Parse a cluster from TOML."""
     return cluster_from_table(tomllib.loads(text, parse_float=Decimal), "cluster")
 
 
@@ -234,8 +234,8 @@ def _known_device(reader: TableReader, table: dict[str, Any], where: str, number
         reader.fault(f"{where}.{key}", table[key], "does not go with kind", hint="leave one of them out")
     kind = reader.text(table["kind"], f"{where}.kind", ", ".join(DEVICE_KINDS))
     if kind and kind not in DEVICE_KINDS:
-        hint = did_you_mean(kind, DEVICE_KINDS) or "give a device of your own a `name` in place of `kind`"
-        reader.fault(f"{where}.kind", kind, "is not a kind of device", ", ".join(DEVICE_KINDS), hint)
+        hint = did_you_mean(kind, DEVICE_KINDS) or "give a custom device a `name` in place of `kind`"
+        reader.fault(f"{where}.kind", kind, "is an unknown device kind", ", ".join(DEVICE_KINDS), hint)
     return _device(DEVICE_KINDS[kind], numbers) if kind in DEVICE_KINDS else None
 
 
@@ -245,7 +245,7 @@ def _custom_device(
     before = len(reader.faults)
     if "name" not in table:
         reader.fault(
-            where, "", "lacks its kind", ", ".join(DEVICE_KINDS), "or a `name` and the numbers of your own device"
+            where, "", "lacks its kind", ", ".join(DEVICE_KINDS), "or a `name` and the numbers of a custom device"
         )
         return None
     name = reader.text(table["name"], f"{where}.name", "any text")
@@ -258,7 +258,7 @@ def _custom_device(
     if len(reader.faults) > before or any(key not in numbers for key in table.keys() & DEVICE.keys()):
         return None
     nothing = LinkSpec(bandwidth=0.0, latency=0.0)
-    # Links of no speed are never seen: a device of one's own has all of their numbers.
+    # A custom device states all numbers of its links.
     blank = DeviceKind(
         name=name,
         generation=generation,
@@ -276,7 +276,7 @@ def _custom_device(
 
 
 def _device(usual: DeviceKind, numbers: Mapping[str, Any]) -> DeviceKind:
-    """The usual one with the numbers that are given."""
+    """The device kind with the given numbers in place of its own."""
     given = {dtype: numbers[f"{dtype}_tflops"] for dtype in DTYPES if f"{dtype}_tflops" in numbers}
     return replace(
         usual,
@@ -313,7 +313,7 @@ def _rows(reader: TableReader, given: Any, key: str) -> Iterator[tuple[Any, ...]
 
 
 def cluster_to_toml(cluster: Cluster) -> str:
-    """A file that is read as the same cluster."""
+    """TOML that `cluster_from_toml` reads as the same cluster."""
     lines = [f"name = {_quoted(cluster.name)}"]
     for part in cluster.node_groups:
         lines += ["", "[[part]]", *_device_lines(part.device), f"nodes = {part.nodes}", f"per_node = {part.per_node}"]

@@ -1,7 +1,7 @@
-"""What this machine's devices reach, measured: `echelon bench` asks here, calibrate.py uses what comes of it.
+"""Measures the devices of this machine for `echelon bench`; calibrate/calibration.py uses the results.
 
-A processor is measured with one thread, in 32 bits: planning calls a core a device. Every measurement is warmed up, and
-the best of several counts; what disturbs a machine only ever makes it slower.
+A CPU is measured with one thread in fp32: planning treats a core as a device. Every measurement is warmed up, and the
+best of several counts, since interference only slows down.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     import torch
 
 RunOnRanks = Callable[..., list[list[float]]]
-"""calls a function with arguments on so many ranks of one process group, and returns what each came to: a pool's"""
+"""`RankPool.run`: calls a function on ranks of a process group, and returns the result of each"""
 MAX_RANKS = 8
-"""cores that exchange messages"""
+"""of CPU collectives"""
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 # fmt: off
 MATMUL_SHAPES = {
@@ -39,15 +39,15 @@ ATTENTION_SHAPES = {
     "cuda": ((1024, 64), (2048, 64), (4096, 64), (1024, 128), (2048, 128), (4096, 128), (8192, 128), (16384, 128)),
 }
 # fmt: on
-"""(m, k, n) of a product, (length, head_dim) of attention; smaller ones say what kernels cost at their edges"""
+"""(m, k, n) of a GEMM, (length, head_dim) of attention; small ones measure partly filled tiles"""
 ATTENTION_TOKENS = {"cpu": 512, "cuda": 16384}
 ATTENTION_WIDTH = {"cpu": 256, "cuda": 2048}
 STREAM_BYTES = {"cpu": 256 * MIB, "cuda": GIB}
-"""bytes that an operator reads, and writes: no cache holds them"""
+"""bytes read and written, too many for caches"""
 PINNED_BYTES = 256 * MIB
 MESSAGE_SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 MEMORY_DIVISOR = 8
-"""a measurement takes at most one part in so many of the device's memory"""
+"""a measurement takes at most 1 / this of the device's memory"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +57,10 @@ class DeviceMeasurement:
     what: str
     """a field of `Curves`"""
     size: tuple[int, ...]
-    """what the curve's row begins with; bytes of a copy"""
+    """sizes of the curve's row; bytes of a copy"""
     seconds: float
     rate: float
-    """FLOPs, or bytes, per second; bytes of a collective are those on the wire"""
+    """FLOPs or bytes per second; of a collective, wire bytes"""
     note: str = ""
 
     @property
@@ -70,7 +70,7 @@ class DeviceMeasurement:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchStep:
-    """A part of the whole, for a bar to move by."""
+    """A step of the benchmark, for a progress bar."""
 
     name: str
     run: Callable[[], list[DeviceMeasurement]]
@@ -78,19 +78,19 @@ class BenchStep:
 
 @dataclass(frozen=True, kw_only=True)
 class _Probe:
-    """What one device is asked to do again and again."""
+    """A repeated measurement on one device."""
 
     what: str
     size: tuple[int, ...]
     work: float
     """FLOPs or bytes"""
     prepare: Callable[[], Callable[[], object]]
-    """makes the tensors, and returns what to do with them"""
+    """allocates tensors, and returns the function to time"""
     note: str = ""
 
 
 def bench_steps(cluster: Cluster, *, quick: bool, on_ranks: RunOnRanks) -> list[BenchStep]:
-    """All there is to measure on this machine, in order."""
+    """All measurements of this machine, in order."""
     import torch
 
     device = torch.device("cuda" if cluster.device.generation != "cpu" else "cpu")
@@ -110,7 +110,7 @@ def bench_steps(cluster: Cluster, *, quick: bool, on_ranks: RunOnRanks) -> list[
 
 
 def to_curves(rows: Sequence[DeviceMeasurement]) -> MeasuredCurves:
-    """The rows as a cluster keeps them."""
+    """Measurements as the curves of a cluster."""
     by: dict[str, list[DeviceMeasurement]] = {}
     for row in rows:
         by.setdefault(row.what, []).append(row)
@@ -122,14 +122,14 @@ def to_curves(rows: Sequence[DeviceMeasurement]) -> MeasuredCurves:
     }
     return MeasuredCurves(
         memory=max((row.rate for row in by.get("memory", ())), default=0.0),
-        host=min((row.rate for row in by.get("host", ())), default=0.0),  # of both ways, the slower
+        host=min((row.rate for row in by.get("host", ())), default=0.0),  # the slower direction
         **rates,
         **seconds,
     )
 
 
 def with_curves(cluster: Cluster, curves: MeasuredCurves) -> Cluster:
-    """The cluster with its curves. A processor's peaks are nowhere stated: they are what was measured."""
+    """The cluster with its curves. A CPU has no specified peaks: the measured ones replace them."""
     if cluster.device.generation == "cpu" and curves.matmul and curves.memory:
         peak = max(row[-1] for row in curves.matmul)
         flops, bandwidth = {"fp32": peak, "bf16": peak}, curves.memory
@@ -153,32 +153,32 @@ def format_size(size: Sequence[int]) -> str:
 # -- one device -------------------------------------------------------------------------------------------------------
 
 
-def _probes(device: torch.device, dtype: torch.dtype, room: int) -> Iterator[_Probe]:
+def _probes(device: torch.device, dtype: torch.dtype, max_bytes: int) -> Iterator[_Probe]:
     import torch
 
-    def made(*size: int) -> torch.Tensor:
+    def random(*size: int) -> torch.Tensor:
         return torch.randn(size, device=device, dtype=dtype)
 
-    def product(m: int, k: int, n: int) -> Callable[[], object]:
-        inputs, weights, gradient = made(m, k), made(n, k), made(m, n)
+    def matmul(m: int, k: int, n: int) -> Callable[[], object]:
+        inputs, weights, gradient = random(m, k), random(n, k), random(m, n)
         outputs, of_inputs, of_weights = (torch.empty_like(tensor) for tensor in (gradient, inputs, weights))
 
-        def both_ways() -> None:
+        def forward_backward() -> None:
             torch.mm(inputs, weights.t(), out=outputs)
             torch.mm(gradient, weights, out=of_inputs)
             torch.mm(gradient.t(), inputs, out=of_weights)
 
-        return both_ways
+        return forward_backward
 
     def attention(length: int, head_dim: int, rows: int, heads: int) -> Callable[[], object]:
-        q, k, v = (made(rows, heads, length, head_dim).requires_grad_() for _ in range(3))
-        gradient = made(rows, heads, length, head_dim)
+        q, k, v = (random(rows, heads, length, head_dim).requires_grad_() for _ in range(3))
+        gradient = random(rows, heads, length, head_dim)
 
-        def both_ways() -> object:
+        def forward_backward() -> object:
             out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
             return torch.autograd.grad(out, (q, k, v), gradient)
 
-        return both_ways
+        return forward_backward
 
     def stream(size: int) -> Callable[[], object]:
         read = torch.ones(size // dtype.itemsize, device=device, dtype=dtype)
@@ -192,17 +192,17 @@ def _probes(device: torch.device, dtype: torch.dtype, room: int) -> Iterator[_Pr
 
     kind = device.type
     for m, k, n in MATMUL_SHAPES[kind]:
-        if 2 * (m * k + k * n + m * n) * dtype.itemsize <= room:
-            yield _Probe(what="matmul", size=(m, k, n), work=6.0 * m * k * n, prepare=partial(product, m, k, n))
+        if 2 * (m * k + k * n + m * n) * dtype.itemsize <= max_bytes:
+            yield _Probe(what="matmul", size=(m, k, n), work=6.0 * m * k * n, prepare=partial(matmul, m, k, n))
     for length, head_dim in ATTENTION_SHAPES[kind]:
         rows, heads = max(1, ATTENTION_TOKENS[kind] // length), ATTENTION_WIDTH[kind] // head_dim
-        if 10 * rows * heads * length * head_dim * dtype.itemsize <= room:
+        if 10 * rows * heads * length * head_dim * dtype.itemsize <= max_bytes:
             causal = 2.0 * rows * heads * length * length * head_dim
             prepare = partial(attention, length, head_dim, rows, heads)
             yield _Probe(
                 what="attention", size=(length, head_dim), work=(1 + FLASH_BACKWARD_RATIO) * causal, prepare=prepare
             )
-    size = min(STREAM_BYTES[kind], room // 2)
+    size = min(STREAM_BYTES[kind], max_bytes // 2)
     yield _Probe(what="memory", size=(size,), work=2.0 * size, prepare=partial(stream, size), note="read and written")
     if kind == "cuda":
         for to_host, note in ((False, "to the device"), (True, "to the host")):
@@ -226,7 +226,7 @@ def _measure_probe(probe: _Probe, device: torch.device, quick: bool) -> list[Dev
 
 
 def _time_on_cpu(once: Callable[[], object], quick: bool) -> float:
-    """Seconds of this thread, the best of at least three: while others have the core, its clock stands still."""
+    """Best thread time of at least three runs; the clock of a thread stops while others have the core."""
     once()
     found: list[float] = []
     end = time.perf_counter() + (0.05 if quick else 0.4)
@@ -238,7 +238,7 @@ def _time_on_cpu(once: Callable[[], object], quick: bool) -> float:
 
 
 def _time_on_cuda(once: Callable[[], object], quick: bool) -> float:
-    """Seconds of the best of several rounds: in a round the device never waits for the host."""
+    """Best of several rounds of enough runs that the device never waits for the host."""
     import torch
 
     def round_of(count: int) -> float:
@@ -274,7 +274,7 @@ def _single_thread() -> Iterator[None]:
 def _measure_collective(
     collective: str, ranks: int, sizes: list[int], quick: bool, device: str, on_ranks: RunOnRanks
 ) -> list[DeviceMeasurement]:
-    """A collective over its sizes; it takes as long as its slowest rank."""
+    """Measure a collective over its sizes; its time is that of the slowest rank."""
     found = on_ranks(time_collective, ranks, collective, sizes, 5 if quick else 10, device)
     rows = zip(sizes, (max(seconds) for seconds in zip(*found, strict=True)), strict=True)
     return [
@@ -286,7 +286,7 @@ def _measure_collective(
 
 
 def time_collective(collective: str, sizes: list[int], repeats: int, device: str) -> list[float]:
-    """On every rank of a process group of the CPU: seconds of a collective, the best of several, by size."""
+    """On every rank: best seconds of a collective by size. The process group is gloo's; CUDA adds NCCL's."""
     import torch
     import torch.distributed as dist
 
@@ -297,8 +297,8 @@ def time_collective(collective: str, sizes: list[int], repeats: int, device: str
         group = dist.new_group(backend="nccl")
     found = []
     for size in sizes:
-        whole = torch.zeros(size // 4 // ranks * ranks, device=device)
-        once = _collective_call(collective, whole, rank, ranks, group)
+        tensor = torch.zeros(size // 4 // ranks * ranks, device=device)
+        once = _collective_call(collective, tensor, rank, ranks, group)
         best = float("inf")
         for repeat in range(repeats + 1):
             dist.barrier()
@@ -306,31 +306,31 @@ def time_collective(collective: str, sizes: list[int], repeats: int, device: str
             once()
             if device == "cuda":
                 torch.cuda.synchronize()
-            if repeat:  # the first one connects
+            if repeat:  # the first run connects
                 best = min(best, time.perf_counter() - begun)
         found.append(best)
     return found
 
 
-def _collective_call(collective: str, whole: torch.Tensor, rank: int, ranks: int, group: Any) -> Callable[[], object]:
+def _collective_call(collective: str, tensor: torch.Tensor, rank: int, ranks: int, group: Any) -> Callable[[], object]:
     import torch
     import torch.distributed as dist
 
     from echelon import compat
 
-    part, other = whole.chunk(ranks)[rank].clone(), torch.empty_like(whole)
+    shard, output = tensor.chunk(ranks)[rank].clone(), torch.empty_like(tensor)
 
     def send() -> None:
         if rank == 0:
-            dist.send(whole, 1, group=group)
+            dist.send(tensor, 1, group=group)
         elif rank == 1:
-            dist.recv(whole, 0, group=group)
+            dist.recv(tensor, 0, group=group)
 
     calls: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: dist.all_reduce(whole, group=group),
-        "all_gather": lambda: compat.start_all_gather(whole, part, group).wait(),
-        "reduce_scatter": lambda: compat.start_reduce_scatter(part, whole, group).wait(),
-        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+        "all_reduce": lambda: dist.all_reduce(tensor, group=group),
+        "all_gather": lambda: compat.start_all_gather(tensor, shard, group).wait(),
+        "reduce_scatter": lambda: compat.start_reduce_scatter(shard, tensor, group).wait(),
+        "all_to_all": lambda: dist.all_to_all_single(output, tensor, group=group),
         "send": send,
     }
     return calls[collective]

@@ -1,6 +1,6 @@
-"""The kinds of devices that planning knows, as their makers state them, and the links between them.
+"""Device kinds with their vendors' specifications, and their links.
 
-Peaks are dense (without sparsity). What a program reaches of them is in constants.py.
+Peaks are dense (without sparsity). calibrate/constants.py has the share of them that programs reach.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class LinkSpec:
-    """What joins devices of one level."""
+    """Bandwidth and latency of a link."""
 
     bandwidth: float
-    """bytes per second and direction that each device can send at once"""
+    """bytes per second and direction of each device, all sending at once"""
     latency: float
-    """seconds before a collective moves its first byte, with what the host does to start it"""
+    """seconds until a collective moves its first byte, with its launch"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,28 +29,28 @@ class DeviceKind:
 
     name: str
     generation: str
-    """what its efficiency depends on: volta, ampere, hopper, blackwell or cpu"""
+    """volta, ampere, hopper, blackwell or cpu; efficiency is fitted per generation"""
     flops: dict[str, float] = field(hash=False)
-    """peak per second, by type: bf16, fp16, fp8, fp4, fp32"""
+    """peak per second by dtype: bf16, fp16, fp8, fp4, fp32"""
     memory: int
     """bytes"""
     bandwidth: float
-    """of its memory, bytes per second"""
+    """memory bandwidth, bytes per second"""
     intra_node: LinkSpec
     """between devices of a node (or of one NVLink domain)"""
     nvlink_domain: int
-    """devices that are joined by `inside`, as they are usually sold"""
+    """devices of a usual node, joined by `intra_node`"""
     inter_node: LinkSpec
-    """between nodes, InfiniBand as it usually comes with it"""
+    """between nodes: the usual InfiniBand"""
     host_link: LinkSpec
-    """to the memory of its host, PCIe or better"""
+    """to host memory, PCIe or faster"""
     watts: float
-    """at full load, for plans by energy"""
+    """at full load, for objective=energy"""
     price: float
-    """US dollars an hour, a round figure for plans by cost; a cluster file can say better"""
+    """US dollars an hour, a round figure for objective=cost; a cluster file can override it"""
 
     def peak(self, dtype: str) -> float:
-        """Of the type, or of the next one that the device multiplies faster than not at all."""
+        """Peak FLOPs of a dtype, or of the next wider one that the device supports."""
         order = ("fp4", "fp8", "bf16", "fp16", "fp32")
         return next(self.flops[name] for name in order[order.index(dtype) :] if name in self.flops)
 
@@ -121,13 +121,13 @@ DEVICE_KINDS["cpu"] = DeviceKind(
 
 
 def find_device(name: str) -> DeviceKind:
-    """The kind of a name."""
+    """The device kind of a name."""
     if name in DEVICE_KINDS:
         return DEVICE_KINDS[name]
     fault = ValidationIssue(
         key="cluster",
         value=name,
-        message="is not a kind of device",
+        message="is an unknown device kind",
         legal=", ".join(DEVICE_KINDS),
         hint=did_you_mean(name, DEVICE_KINDS),
     )

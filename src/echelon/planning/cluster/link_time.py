@@ -1,7 +1,4 @@
-"""What a message takes: a latency, and its bytes on the wire over a bandwidth. Both can be read from measurements.
-
-And what is seen of it where it runs beside compute.
-"""
+"""Time of a collective: a latency plus wire bytes over bandwidth, as specified or fitted; and its exposed part."""
 
 from __future__ import annotations
 
@@ -14,24 +11,24 @@ from echelon.planning.cluster.cluster import Cluster, MeasuredCurves
 from echelon.planning.cluster.device_kinds import LinkSpec
 
 WIRE_FACTOR = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
-"""times (n - 1) / n of the bytes pass each rank's link; a send or broadcast passes once"""
+"""wire bytes of a rank are this times (n - 1) / n of the bytes; of a send or broadcast, the bytes"""
 COLLECTIVES = (*WIRE_FACTOR, "send")
-"""curves that are measured"""
+"""measured curves"""
 OVERLAP_SOFTNESS = 0.1
-"""share of what is hidden that is seen where it just is"""
+"""exposed share of communication that is exactly as long as the compute that hides it"""
 
 
 def wire_bytes(collective: str, size: float, ranks: int) -> float:
-    """Bytes that pass a rank's link."""
+    """Bytes that a rank sends."""
     return size * (WIRE_FACTOR[collective] * (ranks - 1) / ranks if collective in WIRE_FACTOR else 1.0)
 
 
 @lru_cache(maxsize=32)
 def fit_link(curves: MeasuredCurves, ranks: int) -> LinkSpec | None:
-    """The link that agrees best with all collectives over `ranks` devices; none where they say too little.
+    """Fit a link to all measured collectives over `ranks` devices; none if there are too few.
 
-    Least squares of what `latency + bytes on the wire / bandwidth` is off, as a share of what was measured: small
-    messages say the latency, large ones the bandwidth.
+    Least squares of the relative error of `latency + wire bytes / bandwidth`: small transfers determine the latency,
+    large ones the bandwidth.
     """
     rows = [
         (wire_bytes(kind, size, ranks), seconds)
@@ -49,12 +46,12 @@ def fit_link(curves: MeasuredCurves, ranks: int) -> LinkSpec | None:
 
 
 def intra_node_latency(cluster: Cluster) -> float:
-    """Of a message between devices of a node: as measured, or as the link's kind has it."""
+    """Latency between devices of a node, as measured or specified."""
     found = fit_link(cluster.curves, cluster.per_node) if cluster.curves else None
     return found.latency if found else cluster.intra_node.latency
 
 
 def exposed_time(communication: Any, compute: Any) -> Any:
-    """How much this is longer than that, which runs beside it: without a corner, for they do not run evenly."""
+    """Communication time beyond the compute that overlaps it, smoothed: they do not progress evenly."""
     more, corner = communication - compute, OVERLAP_SOFTNESS * communication
     return 0.5 * (more + np.sqrt(more * more + corner * corner))

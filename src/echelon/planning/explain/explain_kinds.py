@@ -1,11 +1,12 @@
-"""Why a plan has this kind of context parallelism, or of tensor parallelism: what each kind sends, over which links,
-what hides it, and which of them the model's heads do not allow. In words."""
+"""Why a plan has its cp_kind or tp_kind: what each kind sends over which links, what overlaps it, and which kinds the
+model's heads rule out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
+from echelon.draw.number_format import format_bytes, format_time
 from echelon.layout import Layout
 from echelon.layout.rules import LayoutConstraints, find_violations
 from echelon.planning.calibrate.calibration import constants_for
@@ -24,7 +25,7 @@ from echelon.planning.search.layout_families import MIN_GRID_TP, cp_kinds, tp_ki
 CP_KINDS = ("ring", "gather", "ulysses", "ring-ulysses")
 TP_KINDS = ("1d", "2d", "2.5d", "3d")
 EQUAL_WITHIN = 0.005
-"""share of a step by which plans may differ and be called equal"""
+"""relative step times that count as equal"""
 
 
 def kind_reasons(request: PlanRequest, plan: Plan, c: Constants = FITTED_CONSTANTS) -> Iterator[str]:
@@ -59,32 +60,28 @@ def _cp_name(layout: Layout) -> str:
 
 
 def _cp_traffic(scenario: Scenario, c: Constants) -> str:
-    """What is sent, over which links, and what hides it."""
+    """Bytes per token, their links, and what overlaps them."""
     layout, per_node = scenario.layout, scenario.cluster.per_node
-    sent = f"{_format_bytes(cp_bytes_per_token(scenario))} a token and layer"
+    sent = f"{format_bytes(cp_bytes_per_token(scenario))} a token and layer"
     near = layout.tp * layout.cp <= per_node
     where = "inside a node" if near else "between nodes"
     if layout.cp_kind in ("gather", "ulysses"):
-        return f"{sent} {where}, and nothing hides it"
+        return f"{sent} {where}, exposed"
     c, work = constants_for(scenario, c), count_work(scenario)
     attention = microbatch_time(work, c).attention
     rates = reached_rates(work.microbatch.device, c)
     found = cp_time(work.microbatch, rates, attention, FLASH_BACKWARD_RATIO * attention)
     hop, block = (float(x) / scenario.shape.num_layers for x in (found.hop, found.block))
-    hidden = "attention hides it" if hop < block else "attention hides a part of it"
-    beside = f"{hidden}: a hop takes {_format_seconds(hop)}, the block beside it {_format_seconds(block)}"
+    hidden = "attention overlaps it" if hop < block else "attention overlaps a part of it"
+    beside = f"{hidden}: a hop takes {format_time(hop)}, the block beside it {format_time(block)}"
     if layout.cp_kind == "ring":
         return f"{sent} {where}, and {beside}"
     inner = "inside a node" if layout.tp * layout.ulysses <= per_node else "between nodes"
-    return f"{sent}, heads {inner}, which nothing hides, keys and values {where}, and {beside}"
-
-
-def _format_seconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms" if seconds >= 0.99e-3 else f"{seconds * 1e6:.0f} us"
+    return f"{sent}, heads {inner}, exposed, keys and values {where}, and {beside}"
 
 
 def _broken_rule(request: PlanRequest, layout: Layout, kind: str) -> str:
-    """The rule that a kind breaks; of inner degrees, that none divides the heads."""
+    """The rule that a kind breaks."""
     if kind == "ring-ulysses":
         return f"no part of cp={layout.cp} that fits a node beside tp={layout.tp} divides the heads of a rank"
     facts = LayoutConstraints(seq_len=request.seq_len, model=RuleFacts(request.shape))
@@ -119,25 +116,21 @@ def _tp_name(layout: Layout) -> str:
 
 
 def _tp_traffic(scenario: Scenario) -> str:
-    work, layers = count_work(scenario), scenario.shape.num_layers
+    tp, layers = count_work(scenario).microbatch.tp, scenario.shape.num_layers
     every = scenario.layout.microbatch * scenario.seq_len / scenario.layout.cp * layers
     where = "inside a node" if scenario.layout.tp <= scenario.cluster.per_node else "between nodes"
-    messages = work.microbatch.tp.num_collectives / layers
     padded = scenario.tokens * scenario.layout.cp / (scenario.layout.microbatch * scenario.seq_len)
     more = f", and {padded - 1:.0%} of its sequences are padding" if padded > 1 else ""
-    return f"{_format_bytes(float(work.microbatch.tp.wire_bytes) / every)} a token and layer in {messages:.0f} messages {where}{more}"
+    size, count = float(tp.wire_bytes) / every, tp.num_collectives / layers
+    return f"{format_bytes(size)} a token and layer in {count:.0f} collectives {where}{more}"
 
 
 # -- both -------------------------------------------------------------------------------------------------------------
 
 
 def _without_fixed(request: PlanRequest, *keys: str) -> PlanRequest:
-    """Without what was asked for: that is to be compared with the others."""
+    """The request without these fixed keys, to compare with the other kinds."""
     return replace(request, fixed={key: value for key, value in request.fixed.items() if key not in keys})
-
-
-def _format_bytes(count: float) -> str:
-    return f"{count / 2**20:.3g} MiB" if count >= 1000 * 2**10 else f"{count / 2**10:.3g} KiB"
 
 
 def _verdict(plan: Plan, other: Plan) -> str:

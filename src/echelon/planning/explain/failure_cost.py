@@ -1,4 +1,4 @@
-"""What failures cost a long run: how often to save, and the share of its time that becomes training.
+"""The cost of failures in a long run: the checkpoint interval, and goodput.
 
 [Note: how often to save]
 
@@ -39,11 +39,11 @@ COMMIT_S = 0.3
 WRITE_BOX_S, READ_BOX_S = 1.6e-5, 1.6e-5
 """of the index for each box of a tensor, when it is written and when it is read: measured"""
 BOXES_PER_SEGMENT = 3
-"""that a stretch of a flat unit is cut into: the rest of a row, whole rows, the start of a row"""
+"""boxes of a flat segment: the end of a row, full rows, the start of a row"""
 START_S = 11.0
 """from a rank's death to the first step of new processes, without reading their state: measured"""
 SHARED_STORE_BANDWIDTH = 2e12
-"""bytes per second of a file system that all share: what Llama 3 reports of its own"""
+"""bytes per second of a shared file system, as Llama 3 reports"""
 GROUP_S = 30.0 / 10_000
 """for each device, to make groups of all of them: MegaScale reports less than 30 s for more than 10,000"""
 REPLACE_S = 120.0
@@ -118,7 +118,7 @@ class PredictedGoodput:
 def predict_goodput(
     plan: Plan, *, device_hours: float = DEVICE_HOURS, days: float = 54.0, runs: int = 20
 ) -> PredictedGoodput:
-    """Of a plan on its whole cluster, by simulated runs; the same every time."""
+    """Predict the goodput of a plan on its full cluster by simulated runs, deterministically."""
     between = device_hours * HOUR / plan.scenario.cluster.devices
     recovery = estimate_recovery(plan)
     seconds = checkpoint_interval(between, recovery)
@@ -185,10 +185,10 @@ def simulate_run(mtbf: float, recovery: RecoveryTimes, interval: float, length: 
         begun = int(lasts // cycle)
         there = begun if is_over else max(int((lasts - recovery.exists) // cycle), 0)
         # The run's end loses nothing: its last step is saved.
-        kept = lasts - begun * recovery.save if is_over else there * interval
-        useful += kept
+        saved = lasts - begun * recovery.save if is_over else there * interval
+        useful += saved
         saving += begun * recovery.save
-        lost += lasts - kept - begun * recovery.save
+        lost += lasts - saved - begun * recovery.save
         now += lasts
         if is_over:
             break

@@ -1,4 +1,4 @@
-"""Why a plan is the best: what binds it, why not its neighbours, what one change would buy. In words."""
+"""Why a plan is the best: what limits it, why neighbouring layouts are worse, what an upgrade would gain."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from echelon.planning.search.layout_families import can_split_sequence
 from echelon.planning.search.layout_search import search_plans
 
 CAUSES = {
-    "tp": "tensor-parallel messages that compute does not hide",
-    "ep": "tokens on their way to experts",
-    "cp": "reaching the rest of the sequence",
-    "pp": "messages between stages",
-    "bubble": "stages that wait for each other",
-    "imbalance": "waiting for the fullest stage",
-    "dp": "gradients and parameters on their way between data-parallel ranks",
-    "recompute": "activations that are computed again",
-    "launches": "the device waiting for the host to start kernels",
-    "passing": "operators that move memory rather than multiply",
+    "tp": "exposed tensor-parallel communication",
+    "ep": "exposed token dispatch to experts",
+    "cp": "context-parallel communication",
+    "pp": "p2p transfers between stages",
+    "bubble": "the pipeline bubble",
+    "imbalance": "waiting for the slowest stage",
+    "dp": "exposed data-parallel communication of gradients and parameters",
+    "recompute": "recomputed activations",
+    "launches": "kernel launches",
+    "passing": "memory-bound operators",
     "update": "the optimizer's update",
-    "offload": "the host: its update, and what is on its way to it",
+    "offload": "offload: the update on the host and transfers to it",
     "head": "the output layer, for which the other stages wait",
 }
-"""what a step spends beside products and attention, in words"""
+"""causes of step time beside GEMMs and attention"""
 CP_CAUSES = {
-    "ring": "keys and values on their way around the ring, and merging what its blocks give",
-    "gather": "gathering keys and values, and scattering their gradients",
-    "ulysses": "exchanging heads for tokens",
-    "ring-ulysses": "exchanging heads for tokens, and merging what the blocks of the ring give",
+    "ring": "the ring exchange of keys and values, and merging of blocks",
+    "gather": "all-gather of keys and values, and reduce-scatter of their gradients",
+    "ulysses": "the all-to-all of heads and tokens",
+    "ring-ulysses": "the all-to-all of heads and tokens, and merging of the ring's blocks",
 }
-"""the same of each kind of context parallelism"""
-OTHER_CAUSES = {"products": "less efficient products"}
-"""what else may take longer"""
+"""the same by cp_kind"""
+OTHER_CAUSES = {"products": "less efficient GEMMs"}
+"""other causes"""
 WORTH_NAMING = 0.03
-"""share of a step from which a cause is worth a sentence"""
+"""share of a step from which a cause is named"""
 MEMORY_BOUND = 0.85
-"""share of the memory from which it binds"""
+"""share of memory from which a plan is memory-bound"""
 
 
 def explain_plan(request: PlanRequest, plans: Sequence[Plan], c: Constants = FITTED_CONSTANTS) -> Plan:
@@ -65,7 +65,7 @@ def _cause(name: str, layout: Layout) -> str:
 
 
 def _limits(plan: Plan) -> Iterator[str]:
-    """What keeps the step from being shorter."""
+    """What limits the step time."""
     layout, share = plan.layout, {name: seconds / plan.seconds for name, seconds in plan.times.items()}
     if layout.world == 1:
         yield "One device holds the model: no parallelism is needed."
@@ -73,7 +73,7 @@ def _limits(plan: Plan) -> Iterator[str]:
     if idle:
         yield f"{idle} of {plan.scenario.cluster.devices} devices stay idle: no split of all of them is faster."
     useful = sum(share.get(name, 0.0) for name in ("products", "attention", "head"))
-    yield f"Products and attention take {useful:.0%} of a step."
+    yield f"GEMMs and attention take {useful:.0%} of a step."
     waste = [name for name in CAUSES if name != "head" or layout.pp > 1]
     costly = sorted((name for name in waste if share.get(name, 0.0) >= WORTH_NAMING), key=lambda name: -share[name])
     for name in costly[:3]:
@@ -86,45 +86,45 @@ def _limits(plan: Plan) -> Iterator[str]:
 
 
 def _neighbours(request: PlanRequest, plan: Plan, c: Constants) -> Iterator[str]:
-    """What one other choice would do."""
-    for words, case in _neighbour_scenarios(request, plan.scenario):
+    """What each neighbouring layout would cost."""
+    for name, case in _neighbour_scenarios(request, plan.scenario):
         other = price(case, c)
         if not other.fits:
             over = other.memory.total / GIB - other.scenario.cluster.memory / GIB
-            yield f"{words} would need {over:.1f} GiB more than a device has."
+            yield f"{name} would need {over:.1f} GiB more than a device has."
         elif abs(other.seconds / plan.seconds - 1) < explain_kinds.EQUAL_WITHIN:
-            yield f"{words} would be as fast."
+            yield f"{name} would be as fast."
         elif other.seconds > plan.seconds:
             causes = {
                 name: other.times.get(name, 0.0) - plan.times.get(name, 0.0) for name in {**plan.times, **other.times}
             }
             name = max(causes, key=lambda cause: causes[cause])
             why = _cause(name, other.layout) if name in CAUSES else OTHER_CAUSES.get(name, name)
-            yield f"{words} would be {other.seconds / plan.seconds - 1:.0%} slower: more of {why}."
+            yield f"{name} would be {other.seconds / plan.seconds - 1:.0%} slower: more of {why}."
 
 
 def _neighbour_scenarios(request: PlanRequest, scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
     layout = scenario.layout
     facts = LayoutConstraints(seq_len=request.seq_len, model=RuleFacts(request.shape))
-    tries: list[dict[str, int | str]] = []
+    trials: list[dict[str, int | str]] = []
     if layout.dp % 2 == 0:
-        tries.append({"tp": 2 * layout.tp, "dp": layout.dp // 2})
-        tries.append({"pp": 2 * layout.pp, "dp": layout.dp // 2})
+        trials.append({"tp": 2 * layout.tp, "dp": layout.dp // 2})
+        trials.append({"pp": 2 * layout.pp, "dp": layout.dp // 2})
     if layout.tp % 2 == 0:
-        tries.append({"tp": layout.tp // 2, "dp": 2 * layout.dp})
+        trials.append({"tp": layout.tp // 2, "dp": 2 * layout.dp})
     if layout.pp % 2 == 0:
-        tries.append({"pp": layout.pp // 2, "dp": 2 * layout.dp})
+        trials.append({"pp": layout.pp // 2, "dp": 2 * layout.dp})
     if layout.dp % 2 == 0 and can_split_sequence(request, 2 * layout.cp):
-        tries.append({"cp": 2 * layout.cp, "dp": layout.dp // 2})
+        trials.append({"cp": 2 * layout.cp, "dp": layout.dp // 2})
     if layout.cp % 2 == 0:
-        tries.append({"cp": layout.cp // 2, "dp": 2 * layout.dp})
+        trials.append({"cp": layout.cp // 2, "dp": 2 * layout.dp})
     if scenario.shape.experts:
-        tries += [{"ep": ep} for ep in (layout.ep // 2, 2 * layout.ep) if ep and not scenario.shape.experts % ep]
+        trials += [{"ep": ep} for ep in (layout.ep // 2, 2 * layout.ep) if ep and not scenario.shape.experts % ep]
     if layout.dp * layout.cp > 1:
-        tries += [{"zero": zero} for zero in (layout.zero - 1, layout.zero + 1) if 0 <= zero <= 3]
-    ways = ("none", "ops", "full") if scenario.has_counted_layers else ("none", "full")
-    tries += [{"recompute": kind} for kind in ways if kind != layout.recompute]
-    for keys in tries:
+        trials += [{"zero": zero} for zero in (layout.zero - 1, layout.zero + 1) if 0 <= zero <= 3]
+    policies = ("none", "ops", "full") if scenario.has_counted_layers else ("none", "full")
+    trials += [{"recompute": kind} for kind in policies if kind != layout.recompute]
+    for keys in trials:
         made = _neighbour(layout, keys)
         if made is not None and not find_violations(made, facts):
             yield (
@@ -134,7 +134,7 @@ def _neighbour_scenarios(request: PlanRequest, scenario: Scenario) -> Iterator[t
 
 
 def _neighbour(layout: Layout, keys: dict[str, int | str]) -> Layout | None:
-    """The layout with other keys and the same batch; none where it does not divide."""
+    """The layout with other keys and the same batch; none if it does not divide the batch."""
     given = {**layout.explicit, **keys}
     if given.get("cp_kind") == "ring-ulysses" and given["cp"] == given["ulysses"]:
         given["cp_kind"] = "ulysses"
@@ -154,29 +154,29 @@ def _neighbour(layout: Layout, keys: dict[str, int | str]) -> Layout | None:
 
 
 def _upgrades(request: PlanRequest, plan: Plan, c: Constants) -> Iterator[str]:
-    """What one change of the machine or of the model would buy."""
+    """What one change of the cluster or of the model would gain."""
     cluster = request.cluster
-    # The same microbatch: a quick search says enough about what a change is worth.
+    # The same microbatch: a quick search is accurate enough.
     like: dict[str, int | str] = {"microbatch": plan.layout.microbatch} if plan.layout.pp > 1 else {}
     request = replace(request, fixed={**like, **request.fixed})
     faster = replace(cluster, inter_node=replace(cluster.inter_node, bandwidth=2 * cluster.inter_node.bandwidth))
-    tries = [
+    trials = [
         ("half more memory on every device", replace(request, cluster=_scale_memory(cluster, 1.5))),
         ("links of twice the speed between nodes", replace(request, cluster=faster)),
     ]
     if request.seq_len % 2 == 0:
-        tries.append(("half the sequence", replace(request, seq_len=request.seq_len // 2, batch=2 * request.batch)))
+        trials.append(("half the sequence", replace(request, seq_len=request.seq_len // 2, batch=2 * request.batch)))
     if plan.scenario.expert_load > 1:
         even = price(replace(plan.scenario, imbalance=1.0), c).seconds
-        said = f"imbalance {plan.scenario.imbalance:g} is assumed"
-        yield f"With as many rows on every rank of ep it would be {plan.seconds / even - 1:.0%} faster: {said}."
-    for words, other in tries:
-        if cluster.devices <= cluster.per_node and "links" in words:
+        assumed = f"imbalance {plan.scenario.imbalance:g} is assumed"
+        yield f"With balanced experts it would be {plan.seconds / even - 1:.0%} faster: {assumed}."
+    for name, other in trials:
+        if cluster.devices <= cluster.per_node and "links" in name:
             continue
         found = search_plans(other, top=1, c=c)
         if found and found[0].seconds < 0.98 * plan.seconds:
             gain = plan.seconds / found[0].seconds - 1
-            yield f"With {words} the best layout would be {gain:.0%} faster: {found[0].layout}."
+            yield f"With {name} the best layout would be {gain:.0%} faster: {found[0].layout}."
 
 
 def _scale_memory(cluster: Cluster, times: float) -> Cluster:
@@ -192,7 +192,7 @@ def _scale_memory(cluster: Cluster, times: float) -> Cluster:
 
 
 def training_cost(plan: Plan, tokens: float) -> str:
-    """How long so many tokens take, and what they cost."""
+    """Days, dollars and energy to train on a number of tokens."""
     days = tokens / plan.tokens_per_s / 86400
     device, devices = plan.scenario.cluster.device, plan.layout.world
     dollars, megawatt_hours = days * 24 * devices * device.price, days * 24 * devices * device.watts / 1e6
@@ -203,7 +203,7 @@ def training_cost(plan: Plan, tokens: float) -> str:
 
 
 def explain_infeasible(plan: Plan, c: Constants = FITTED_CONSTANTS) -> list[str]:
-    """Why nothing fits, from the plan that needs the least, and one change that does."""
+    """Why nothing fits, from the plan that needs the least memory, and changes that would fit."""
     parts = sorted(plan.memory.parts.items(), key=lambda item: -item[1])
     terms = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in parts[:3])
     have = plan.scenario.cluster.memory / GIB
@@ -216,7 +216,7 @@ def explain_infeasible(plan: Plan, c: Constants = FITTED_CONSTANTS) -> list[str]
 
 
 def _remedies(plan: Plan, c: Constants) -> Iterator[str]:
-    """One change that makes room."""
+    """Changes that would fit."""
     case, devices = plan.scenario, plan.scenario.cluster.devices
     seq_len = case.seq_len
     while seq_len > 256:
@@ -224,10 +224,10 @@ def _remedies(plan: Plan, c: Constants) -> Iterator[str]:
         if price(replace(case, seq_len=seq_len), c).fits:
             yield f"Sequences of {seq_len:,} would fit."
             break
-    away = replace(case, layout=with_layout_keys(case, offload="optimizer").layout)
-    if case.layout.offload == "none" and price(away, c).fits:
-        seconds = price(away, c).seconds
-        yield f"With optimizer states on the host it would fit, at {seconds:.3g} s a step: {away.layout}."
+    offloaded = replace(case, layout=with_layout_keys(case, offload="optimizer").layout)
+    if case.layout.offload == "none" and price(offloaded, c).fits:
+        seconds = price(offloaded, c).seconds
+        yield f"With optimizer states on the host it would fit, at {seconds:.3g} s a step: {offloaded.layout}."
     for more in (2, 4, 8, 16, 32):
         grown = replace(
             case,

@@ -1,13 +1,13 @@
-"""`ModelShape`: what planning needs to know of a model, layer by layer, and nothing of where it came from.
+"""`ModelShape`: the layers of a model as the planner counts them, wherever it comes from.
 
-[Note: what a layer is made of]
+[Note: a layer]
 
-    products    matrix products with weights; each token passes each of them once (an expert's: `share` of the tokens)
-    attention   the products without weights, whose cost grows with the length of the sequence
-    saved       what backward needs of the forward pass, in elements per token
+    matmuls     GEMMs with weights; each token passes each of them once, an expert's `token_share` of the tokens
+    attention   GEMMs without weights, whose cost grows with the length of the sequence
+    saved       what autograd saves for backward, in elements per token
 
-Tensor parallelism divides a product by its `split`: columns (the outputs) or rows (the inputs). What lies between a
-column and a row product is divided too; the rest of a layer is divided by sequence parallelism or not at all.
+Tensor parallelism splits a GEMM by its `split`: columns (outputs) or rows (inputs). It also splits what is between a
+column-parallel and a row-parallel GEMM; sequence parallelism splits the rest of a layer, or nothing does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from echelon.planning.model.layer_counts import LayerCounts
 
 COLUMN_PARALLEL, ROW_PARALLEL, UNSPLIT = "columns", "rows", ""
 ROUTER = "router"
-"""the product that scores experts"""
+"""the GEMM of the gate"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +31,13 @@ class MatmulShape:
     inputs: int
     outputs: int
     split: str
-    """`columns`, `rows`, or `` where tensor parallelism leaves it whole"""
+    """`columns`, `rows`, or empty where tensor parallelism replicates it"""
     experts: int = 0
-    """matrices of this kind, of which a token uses `share` of one each; 0: not an expert's"""
+    """number of such matrices, one per expert; 0: not an expert's"""
     fused_outputs: tuple[int, ...] = ()
-    """outputs of each parameter that it is made of: queries, keys and values; gate and up. Empty: it is one"""
+    """outputs of each fused parameter: q, k and v; gate and up. Empty: one parameter"""
     token_share: float = 1.0
-    """tokens that pass one such matrix, per token of the layer: top_k for all experts of a layer together"""
+    """tokens that pass it per token of the layer: top_k for the experts of a layer together"""
 
     @cached_property
     def parameters(self) -> int:
@@ -60,62 +60,62 @@ class AttentionShape:
     value_dim: int
     """of values"""
     latent_width: int = 0
-    """elements of a token that queries, keys and values are made of; 0: the model's width"""
+    """elements of a token's MLA latents; 0: q, k and v are projected from the hidden state"""
     causal: bool = True
 
     def flops(self, seq_len: int) -> float:
-        """Forward, per token. Causal attention does half of it."""
-        whole = 2.0 * self.heads * seq_len * (self.head_dim + self.value_dim)
-        return whole / 2 if self.causal else whole
+        """Forward FLOPs per token. Causal attention computes half."""
+        full = 2.0 * self.heads * seq_len * (self.head_dim + self.value_dim)
+        return full / 2 if self.causal else full
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """One kind of layer."""
+    """A layer of a model."""
 
     name: str
     matmuls: tuple[MatmulShape, ...]
     attention: AttentionShape | None = None
     other_parameters: int = 0
-    """norms, biases: whole on every tp rank"""
+    """norms, biases: replicated on every tp rank"""
     saved_elements: float = 0.0
-    """elements per token that backward needs and tensor parallelism does not divide (sequence parallelism does)"""
+    """saved elements per token that tp does not split (sequence parallelism does)"""
     saved_elements_tp: float = 0.0
-    """elements per token that backward needs and tensor parallelism divides"""
+    """saved elements per token that tp splits"""
     dispatched_elements: float = 0.0
-    """elements per token that go to experts, to all that it uses; backward needs them where they arrive"""
+    """elements per token dispatched to all its experts, which save them"""
     saved_elements_experts: float = 0.0
-    """elements per token that backward needs inside experts, for all experts that a token uses"""
+    """elements per token saved inside all its experts"""
     moved_elements: float = 0.0
-    """elements per token that operators between the products read and write, forward; not divided by tp"""
+    """elements per token that memory-bound operators read and write in forward; not split by tp"""
     moved_elements_tp: float = 0.0
-    """the same, divided by tp"""
+    """the same, split by tp"""
     moved_elements_experts: float = 0.0
-    """the same where experts are, for all that a token uses"""
+    """the same in all experts of a token"""
     other_flops: float = 0.0
-    """forward, per token: products without weights that are not attention, as counted where a module is traced"""
+    """forward FLOPs per token of traced GEMMs without weights that are not attention"""
     fused: LayerCounts | None = None
-    """what our kernels keep and move of it; none where it is not of a model of ours"""
+    """what our kernels save and move; none: not one of our models"""
     unfused: LayerCounts | None = None
-    """what our model keeps of it where torch's own operators run"""
+    """what our model saves with torch's operators"""
 
     @cached_property
     def parameters(self) -> int:
-        return sum(product.parameters for product in self.matmuls) + self.other_parameters
+        return sum(gemm.parameters for gemm in self.matmuls) + self.other_parameters
 
     @cached_property
     def expert_parameters(self) -> int:
-        return sum(product.parameters for product in self.matmuls if product.experts)
+        return sum(gemm.parameters for gemm in self.matmuls if gemm.experts)
 
     @cached_property
     def dense_matmuls(self) -> tuple[tuple[int, bool], ...]:
-        """(parameters, whether tensor parallelism divides them) of all products but those of experts."""
-        return tuple((product.parameters, bool(product.split)) for product in self.matmuls if not product.experts)
+        """(parameters, whether tp splits them) of all GEMMs but those of experts."""
+        return tuple((gemm.parameters, bool(gemm.split)) for gemm in self.matmuls if not gemm.experts)
 
     @property
     def active_parameters(self) -> float:
-        """That one token uses."""
-        return sum(product.flops / 2 for product in self.matmuls) + self.other_parameters
+        """Parameters that one token uses."""
+        return sum(gemm.flops / 2 for gemm in self.matmuls) + self.other_parameters
 
     @property
     def is_moe(self) -> bool:
@@ -123,13 +123,13 @@ class LayerShape:
 
     @property
     def has_shared_expert(self) -> bool:
-        """Beside its experts it has one that every token passes through, which tensor parallelism divides."""
+        """Whether it has a shared expert, which tp splits."""
         return self.is_moe and sum(p.split == ROW_PARALLEL and not p.experts for p in self.matmuls) > 1
 
     def flops(self, seq_len: int) -> float:
         """Forward, per token."""
-        own = self.attention.flops(seq_len) if self.attention else 0.0
-        return own + self.other_flops + sum(product.flops for product in self.matmuls)
+        attention = self.attention.flops(seq_len) if self.attention else 0.0
+        return attention + self.other_flops + sum(gemm.flops for gemm in self.matmuls)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,24 +138,24 @@ class ModelShape:
 
     name: str
     width: int
-    """elements per token that a layer hands to the next"""
+    """elements per token between layers"""
     vocab: int
     layers: tuple[tuple[LayerShape, int], ...]
-    """(kind, how many in a row), in order"""
+    """(layer, repetitions), in order"""
     tied: bool = False
     max_seq_len: int = 0
-    """that it was made for; where positions are a table, no sequence can be longer. 0: any"""
+    """longest sequence, a limit for learned positions; 0: not stated"""
     position_parameters: int = 0
     """a table of learned positions"""
     other_parameters: int = 0
-    """in no layer, embedding or head matrix: the last norm, a bias of the head"""
+    """outside of layers, embedding and head: the last norm, a bias of the head"""
     experts: int = 0
-    """of a mixture layer"""
+    """of an MoE layer"""
     top_k: int = 0
     supports_cp: bool = True
-    """context parallelism can cut its sequences"""
+    """context parallelism can split its sequences"""
     dropout: bool = False
-    """on attention's probabilities too, which are then written out in our models"""
+    """also on attention's probabilities, which our models then materialise"""
 
     def iter_layers(self) -> Iterator[LayerShape]:
         """Every layer."""
@@ -169,17 +169,17 @@ class ModelShape:
 
     @cached_property
     def num_moe_layers(self) -> int:
-        """Layers with experts."""
+        """Number of MoE layers."""
         return sum(n for layer, n in self.layers if layer.is_moe)
 
     @cached_property
     def attention(self) -> AttentionShape | None:
-        """Of the first layer that has one."""
+        """Attention of the first layer that has it."""
         return next((layer.attention for layer, _ in self.layers if layer.attention), None)
 
     @cached_property
     def is_native(self) -> bool:
-        """It is a model of ours, written with our kernels."""
+        """Whether it is one of our models, with counted layers."""
         return all(layer.fused is not None for layer, _ in self.layers)
 
     @property
@@ -199,7 +199,7 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> float:
-        """That one token uses, embedding included."""
+        """Parameters that one token uses, with the embedding."""
         idle = sum(n * (layer.parameters - layer.active_parameters) for layer, n in self.layers)
         return self.parameters - idle
 
@@ -208,13 +208,13 @@ class ModelShape:
         return 2.0 * self.head_parameters + sum(n * layer.flops(seq_len) for layer, n in self.layers)
 
     def train_flops(self, seq_len: int) -> float:
-        """Per token: what MFU counts."""
+        """FLOPs per token that MFU counts."""
         return 3.0 * self.flops(seq_len)
 
 
 @dataclass(frozen=True)
 class RuleFacts:
-    """What the layout's rules ask of a model."""
+    """The sizes of a shape that the layout's rules check."""
 
     shape: ModelShape
 

@@ -1,4 +1,4 @@
-"""Where a `ModelShape` comes from: a named size, a Hugging Face `config.json`, or a module that is traced."""
+"""The `ModelShape` of a named size, a Hugging Face `config.json`, or a traced module."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from echelon.planning.model.transformer_shape import transformer_shape
 
 
 def model_names() -> list[str]:
-    """Every size that has a name."""
+    """Named sizes that can be planned."""
     return [name for name, config in SIZES.items() if config.family != "conv"]
 
 
 def resolve_shape(model: str) -> ModelShape:
-    """The shape that a text means. Raises FaultError with all that is wrong with it."""
+    """The shape of a model given as text. Raises ValidationError with all issues."""
     model = model.strip()
     if model in SIZES:
         return config_shape(SIZES[model])
@@ -41,9 +41,9 @@ def resolve_shape(model: str) -> ModelShape:
 
 
 def config_shape(config: ModelConfig) -> ModelShape:
-    """The shape of one of our models."""
+    """The shape of a model that we build."""
     if config.family == "conv":
-        rule = "is a convolutional network, and planning knows layers that pass tokens"
+        rule = "is a convolutional network; planning requires a transformer"
         raise ValidationError(
             [ValidationIssue(key="model", value=config.name, message=rule, legal=", ".join(model_names()))]
         )
@@ -66,6 +66,6 @@ def _traced_shape(spec: str) -> ModelShape:
     ]
     if faults:
         raise ValidationError(faults)
-    from echelon.planning.model.trace_module import trace_module  # torch takes seconds
+    from echelon.planning.model.trace_module import trace_module  # imports torch
 
     return trace_module(spec)

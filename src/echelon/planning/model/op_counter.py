@@ -1,16 +1,16 @@
-"""Counts what a forward pass does, operator by operator, without values. Loads torch: trace.py imports it when asked.
+"""Counts a forward pass operator by operator, without values. Imports torch: trace_module.py imports it when needed.
 
-[Note: storage tells]
+[Note: storages]
 
-Every tensor here is on the meta device: it has a shape and a storage, but no memory. A view shares the storage of what
-it is a view of. So by its storage a tensor is known as
+Every tensor is on the meta device: it has a shape and a storage, but no memory. A view shares the storage of its base,
+so that the storage of a tensor tells whether it is
 
     a weight   a view or a cast of a parameter, or computed from parameters alone
-    divided    the output of a column product of tensor parallelism, or made from one, up to the row product
-    saved      kept for backward: however often it is saved, it is held once
+    tp-split   the output of a column-parallel GEMM or computed from it, up to the row-parallel GEMM
+    saved      saved for backward: once, however many operators save it
 
-Attention and RMSNorm are one kernel each on CUDA, and many operators on the meta device. Stand-ins save what the
-kernels save, and compute nothing.
+Attention and RMSNorm are one kernel each on CUDA, and many operators on the meta device. Stubs save what the kernels
+save, and compute nothing.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from echelon.planning.model.model_shape import COLUMN_PARALLEL, ROW_PARALLEL, UN
 
 aten = torch.ops.aten
 MATMUL_OPERANDS = {aten.mm: (0, 1), aten.bmm: (0, 1), aten.addmm: (1, 2), aten.baddbmm: (1, 2)}
-"""products, with the places of their two factors"""
+"""GEMMs, with the indices of their operands"""
 ELEMENT_BYTES = 2
-"""bytes of an element in a plan; what is no floating point (masks, indices) keeps its bytes in any precision"""
+"""bytes of an element in a plan; masks and indices have the same bytes in any precision"""
 
 
 @dataclass(frozen=True)
 class WeightUse:
-    """A matrix of a parameter that something was multiplied with."""
+    """A weight matrix of a GEMM."""
 
     weight: str
     offset: int
-    """where it begins in its storage: several matrices may share a parameter"""
+    """storage offset: several matrices may share a parameter"""
     inputs: int
     outputs: int
     experts: int
@@ -51,7 +51,7 @@ class WeightUse:
 
 @dataclass(frozen=True)
 class WeightlessMatmul:
-    """A product without weights: m x k times k x n, `count` times."""
+    """A GEMM without weights: m x k times k x n, `count` times."""
 
     count: int
     m: int
@@ -65,7 +65,7 @@ class WeightlessMatmul:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCall:
-    """Attention, of all heads of all sequences of a batch."""
+    """A call of attention, for all heads and sequences of a batch."""
 
     count: int
     """heads of all sequences"""
@@ -78,37 +78,37 @@ class AttentionCall:
 
     @property
     def flops(self) -> int:
-        whole = 2 * self.count * self.queries * self.keys * (self.head_dim + self.value_dim)
-        return whole // 2 if self.causal else whole
+        full = 2 * self.count * self.queries * self.keys * (self.head_dim + self.value_dim)
+        return full // 2 if self.causal else full
 
 
 @dataclass
 class SectionCounts:
-    """What one section of a model did. Elements and rows are of the whole batch."""
+    """Counts of one section of a model, for the full batch."""
 
     matmul_rows: dict[WeightUse, int] = field(default_factory=dict)
-    """that passed each matrix"""
+    """input rows of each weight matrix"""
     lookup_rows: dict[str, int] = field(default_factory=dict)
-    """rows that were looked up, by the name of the table"""
+    """rows looked up in each embedding table"""
     weightless_matmuls: list[WeightlessMatmul] = field(default_factory=list)
     attention_calls: list[AttentionCall] = field(default_factory=list)
     saved_elements: float = 0.0
     saved_elements_tp: float = 0.0
     shared_elements: float = 0.0
-    """elements that it saves and did not make: masks, angles"""
+    """saved elements that another section computed: masks, RoPE angles"""
     moved_elements: float = 0.0
     moved_elements_tp: float = 0.0
 
 
 class OpCounter(torch_dispatch_mode()):  # type: ignore[misc]
-    """Sees every operator while it is entered, and adds it to the section of the moment."""
+    """Counts every operator for the current section."""
 
     def __init__(self, weights: Mapping[str, Tensor], splits: Mapping[str, str]) -> None:
         super().__init__()
         self.sections: dict[str, SectionCounts] = {}
         self.splits = splits
         self._weights = {_storage_key(weight): name for name, weight in weights.items()}
-        # Norms may be kept wide; the products' type is that of the most elements.
+        # Norms may be in float32; the dtype of most elements is that of the GEMMs.
         sizes: dict[int, int] = {}
         for weight in weights.values():
             sizes[weight.element_size()] = sizes.get(weight.element_size(), 0) + weight.numel()
@@ -117,7 +117,7 @@ class OpCounter(torch_dispatch_mode()):  # type: ignore[misc]
         self._section_of: dict[int, str] = {}
         self._tp_split: set[int] = set()
         self._saved: set[int] = set()
-        self._alive: list[torch.UntypedStorage] = []  # one that is freed could lend its key to another
+        self._alive: list[torch.UntypedStorage] = []  # a freed storage could reuse its key
         self._paused = False
 
     @property
@@ -125,7 +125,7 @@ class OpCounter(torch_dispatch_mode()):  # type: ignore[misc]
         return self.sections.setdefault(self._section, SectionCounts())
 
     def enter_section(self, section: str, carried: object = None) -> None:
-        """What comes belongs to the section. What it is handed by the section before is its own too."""
+        """Start a section; its input counts as computed by it."""
         self._section = section
         for tensor in _iter_tensors((carried,)):
             self._section_of[_storage_key(tensor)] = section
@@ -174,7 +174,7 @@ class OpCounter(torch_dispatch_mode()):  # type: ignore[misc]
         moved: bool = True,
         in_place: bool = False,
     ) -> None:
-        """What came out of an operator: where it was born, whether it is divided, what moved through memory."""
+        """Record the outputs of an operator: their section, whether tp splits them, and memory traffic."""
         before = {_storage_key(tensor) for tensor in given}
         fresh = [tensor for tensor in made if _storage_key(tensor) not in before or in_place]
         divided = split == COLUMN_PARALLEL or (split != ROW_PARALLEL and bool(before & self._tp_split))
@@ -191,7 +191,7 @@ class OpCounter(torch_dispatch_mode()):  # type: ignore[misc]
                 self.section_counts.moved_elements += amount
 
     def _record_matmul(self, a: Tensor, b: Tensor) -> str:
-        """Counts a times b; gives how tensor parallelism divides the weight."""
+        """Count a GEMM, and return how tp splits its weight."""
         (m, k), n, count = a.shape[-2:], b.shape[-1], a.shape[0] if a.dim() == 3 else 1
         if _storage_key(b) in self._weights:
             weight, inputs, outputs, rows = b, k, n, m * count
@@ -200,10 +200,12 @@ class OpCounter(torch_dispatch_mode()):  # type: ignore[misc]
         else:
             self.section_counts.weightless_matmuls.append(WeightlessMatmul(count, m, k, n))
             return UNSPLIT
-        # One matrix that is repeated for a batch is not many experts.
-        own = weight.untyped_storage().nbytes() // weight.element_size() >= weight.numel() and weight.stride(0) != 0
+        # One matrix broadcast over a batch is not several experts.
+        is_stacked = (
+            weight.untyped_storage().nbytes() // weight.element_size() >= weight.numel() and weight.stride(0) != 0
+        )
         return self._record_weight(
-            weight, inputs, outputs, rows, experts=count if weight.dim() == 3 and count > 1 and own else 0
+            weight, inputs, outputs, rows, experts=count if weight.dim() == 3 and count > 1 and is_stacked else 0
         )
 
     def _record_convolution(self, x: Tensor, weight: Tensor, out: Tensor, *, transposed: bool) -> str:
@@ -221,10 +223,10 @@ class OpCounter(torch_dispatch_mode()):  # type: ignore[misc]
         self.section_counts.matmul_rows[used] = self.section_counts.matmul_rows.get(used, 0) + rows
         return self.splits.get(name, UNSPLIT)
 
-    # -- what is saved ------------------------------------------------------------------------------------------------
+    # -- saved tensors ------------------------------------------------------------------------------------------------
 
     def _pack_saved(self, tensor: Tensor) -> None:
-        """Backward never comes. A tensor that is given back here is held by the graph that it holds, for ever."""
+        """Count a saved tensor. Returning it would create a reference cycle with the graph; there is no backward."""
         key = _storage_key(self._hold_storage(tensor))
         if key in self._saved or key in self._weights:
             return
@@ -244,7 +246,7 @@ class OpCounter(torch_dispatch_mode()):  # type: ignore[misc]
         self._alive.append(tensor.untyped_storage())
         return tensor
 
-    # -- kernels that are not run -------------------------------------------------------------------------------------
+    # -- stubs of fused kernels -------------------------------------------------------------------------------------
 
     def attention(
         self,
@@ -278,12 +280,12 @@ class OpCounter(torch_dispatch_mode()):  # type: ignore[misc]
         return out
 
     def record_kernel(self, given: list[Tensor], made: list[Tensor], *, moved: bool) -> None:
-        """What a stand-in makes, before it is saved."""
+        """Record the outputs of a stub before it saves them."""
         self._record_outputs(given, made, moved=moved)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Operators of ours are not the model's."""
+        """Do not count operators of the stubs."""
         self._paused = True
         try:
             yield
@@ -295,7 +297,7 @@ class _AttentionStub(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, counter: OpCounter, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         with counter.paused():
-            # As flash attention lays it out: tokens before heads, so that what follows reads it without a copy.
+            # The layout of flash attention: tokens before heads, so that the next operator needs no copy.
             first, last = q.shape[:-2], (q.shape[-2], v.shape[-1])
             out = q.new_empty((*first[:-1], last[0], *first[-1:], last[1])).transpose(-2, -3)
             sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
@@ -315,7 +317,7 @@ class _RMSNormStub(torch.autograd.Function):
 
 
 class _KernelStubs(TorchFunctionMode):
-    """Gives attention and RMSNorm to the counter before they fall apart into operators."""
+    """Replaces attention and RMSNorm by stubs before they decompose into operators."""
 
     def __init__(self, counter: OpCounter) -> None:
         super().__init__()

@@ -1,19 +1,19 @@
-"""Any `nn.Module` as a `ModelShape`: run once on the meta device, its products and saved tensors counted, not guessed.
+"""The `ModelShape` of any `nn.Module`: one forward on the meta device counts its GEMMs and saved tensors.
 
 [Note: sections]
 
-A module is cut into sections, and what each does becomes a layer:
+A module is split into sections, and each becomes a layer:
 
-    a module with `pipeline_model()`       the links of its chain
-    any other                     the items of its longest list of modules of one class, outermost first; what comes
-                                  before them and after them
-    one without such a list       the whole of it
+    a module with `pipeline_model()`   its pipeline layers
+    any other                          the items of its longest list of modules of one class, outermost first, and what
+                                       comes before and after them
+    one without such a list            the module itself
 
-The embedding of tokens and the product that gives logits are no layers of a `ModelShape` but its two ends. A section
-that is nothing else (an embedding, a norm and a head) is not a layer either; its other parameters are the model's.
+The token embedding and the GEMM of the logits are the two ends of a `ModelShape`, not layers. A section with nothing
+else (an embedding, a norm and a head) is not a layer either; its other parameters are the model's.
 
-A token is an element of the first whole-number input [rows, length], else one of the vectors of a first input [rows,
-length, size], else a row. Saved elements are those of the length that was traced.
+A token is an element of the first integer input [rows, length], else a vector of the first input [rows, length, size],
+else a row. Saved elements are those of the traced sequence length.
 """
 
 from __future__ import annotations
@@ -37,15 +37,14 @@ if TYPE_CHECKING:
     from echelon.planning.model.op_counter import OpCounter
 
 TRACED_SEQUENCES = 2
-"""sequences of a user's batch; one could be taken for a dimension that is not there"""
+"""sequences of a traced batch; one could be mistaken for a broadcast dimension"""
 BEFORE, AFTER = "before the layers", "after the layers"
 
 
 def trace_module(model: str | nn.Module, inputs: Mapping[str, Tensor] | None = None, *, name: str = "") -> ModelShape:
-    """The shape of a module, given with inputs of its forward, or of `file.py:factory`.
+    """Trace a module with inputs of its forward, or `file.py:factory` with those of `batch(rows, step)` in the file.
 
-    The file has a function `batch(rows, step)` too, which gives the inputs. A module and its inputs stay as they are.
-    Raises FaultError where the module cannot be built, or not be run without values.
+    The module and its inputs are not changed. Raises ValidationError if the module cannot be built or run on meta.
     """
     if isinstance(model, str):
         name = name or model
@@ -66,13 +65,13 @@ def trace_module(model: str | nn.Module, inputs: Mapping[str, Tensor] | None = N
         width = _run_sections(module, given, sections, counter)
     except Exception as error:
         rule = f"cannot be run on the meta device ({_first_line(error)})"
-        hint = "tracing runs the forward pass without values: what decides shapes by values cannot be traced"
+        hint = "tracing runs the forward pass without values: shapes must not depend on values"
         raise ValidationError([ValidationIssue(key="model", value=name, message=rule, hint=hint)]) from error
     tokens, seq_len = _count_tokens(inputs)
     owners = _param_sections(module, weights, sections)
     counts = ModuleCounts(
         sections=sections,
-        tallies=counter.sections,
+        by_section=counter.sections,
         weights={key: tuple(weight.shape) for key, weight in weights.items()},
         owners=owners,
         splits=counter.splits,
@@ -93,7 +92,7 @@ def _load_model(spec: str) -> tuple[nn.Module, Mapping[str, Tensor]]:
         try:
             with torch.device("meta"):
                 return factory(), inputs
-        except (NotImplementedError, RuntimeError):  # it reads values of tensors while it is built
+        except (NotImplementedError, RuntimeError):  # its constructor reads values of tensors
             return factory(), inputs
     except Exception as error:
         rule = f"cannot be built ({_first_line(error)})"
@@ -105,7 +104,7 @@ def _first_line(error: Exception) -> str:
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """A copy in training mode, whose tensors have shapes only. What is shared in the model is shared in the copy."""
+    """A copy in training mode on the meta device. Shared tensors stay shared."""
     import torch
     from torch import Tensor, nn
 
@@ -124,19 +123,19 @@ def _to_meta(value: Any) -> Any:
 
 
 def _count_tokens(inputs: Mapping[str, Any]) -> tuple[int, int]:
-    """How many tokens a batch has, and how many of them are a sequence."""
+    """(tokens of a batch, tokens of a sequence)"""
     import torch
 
     tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor) and value.dim()]
-    whole = [t for t in tensors if t.dim() == 2 and not t.dtype.is_floating_point and t.dtype != torch.bool]
-    wide = [t for t in tensors[:1] if t.dim() == 3 and t.dtype.is_floating_point]
-    if found := (whole or wide):
+    integers = [t for t in tensors if t.dim() == 2 and not t.dtype.is_floating_point and t.dtype != torch.bool]
+    vectors = [t for t in tensors[:1] if t.dim() == 3 and t.dtype.is_floating_point]
+    if found := (integers or vectors):
         return found[0].shape[0] * found[0].shape[1], found[0].shape[1]
     return (tensors[0].shape[0] if tensors else 1), 1
 
 
 def _supports_cp(module: nn.Module) -> bool:
-    """As context parallelism asks for it (parallel/cp/context_parallel.py): attention that it knows, and positions from outside."""
+    """Whether the module has a `CoreAttention` and takes `positions`, as context parallelism requires."""
     from echelon.models.attention import CoreAttention
 
     takes = inspect.signature(module.forward).parameters.values()
@@ -149,10 +148,10 @@ def _supports_cp(module: nn.Module) -> bool:
 
 def _find_sections(module: nn.Module) -> list[Section]:
     if hasattr(module, "pipeline_model"):
-        links = get_pipeline_model(module).layers
+        layers = get_pipeline_model(module).layers
         return [
-            Section(name=link.name, class_name=_class_name(module, link.modules) or link.name, modules=link.modules)
-            for link in links
+            Section(name=layer.name, class_name=_class_name(module, layer.modules) or layer.name, modules=layer.modules)
+            for layer in layers
         ]
     found = _longest_module_list(module)
     if not found:
@@ -174,7 +173,7 @@ def _class_name(module: nn.Module, names: tuple[str, ...]) -> str:
 
 
 def _longest_module_list(module: nn.Module) -> list[str]:
-    """The names of the items of the longest list of one class; lists inside such lists are parts of layers."""
+    """Names of the items of the longest list of one class; nested lists are parts of layers."""
     from torch import nn
 
     lists: dict[str, list[str]] = {}
@@ -188,7 +187,7 @@ def _longest_module_list(module: nn.Module) -> list[str]:
 
 
 def _param_sections(module: nn.Module, weights: Mapping[str, Tensor], sections: list[Section]) -> dict[str, str]:
-    """The section of each parameter: the first that has it. A parameter of several names goes by its first."""
+    """The first section of each parameter. A tied parameter has its first name."""
     first = {id(weight): name for name, weight in weights.items()}
     found: dict[str, str] = {}
     for section in sections:
@@ -199,30 +198,30 @@ def _param_sections(module: nn.Module, weights: Mapping[str, Tensor], sections: 
 
 
 def _run_sections(module: nn.Module, inputs: dict[str, Any], sections: list[Section], counter: OpCounter) -> int:
-    """Runs the module, section by section; gives the most elements that one hands to the next."""
-    handed = [0]
+    """Run the module section by section, and return the most elements passed between sections."""
+    passed = [0]
 
-    def enter(name: str, carried: Any) -> None:
-        handed.append(_num_elements(carried if isinstance(carried, tuple | list) else (carried,)))
-        counter.enter_section(name, carried)
+    def enter(name: str, hidden: Any) -> None:
+        passed.append(_num_elements(hidden if isinstance(hidden, tuple | list) else (hidden,)))
+        counter.enter_section(name, hidden)
 
     with counter.counting():
         counter.enter_section(sections[0].name, tuple(inputs.values()))
         if hasattr(module, "pipeline_model"):
-            chain = get_pipeline_model(module)
-            counter.enter_section("shared by the links")
-            shared, carried = chain.shared(**inputs), None
-            for link in chain.layers:
-                enter(link.name, carried)
-                carried = link.run(carried, shared, **inputs)
-            return max(handed)
+            pipeline_model = get_pipeline_model(module)
+            counter.enter_section("shared by the layers")
+            shared, hidden = pipeline_model.shared(**inputs), None
+            for layer in pipeline_model.layers:
+                enter(layer.name, hidden)
+                hidden = layer.run(hidden, shared, **inputs)
+            return max(passed)
         for section in sections:
             if section.always_layer and section.name:
                 item = module.get_submodule(section.name)
                 item.register_forward_pre_hook(lambda _, args, name=section.name: enter(name, args[:1]))
                 item.register_forward_hook(lambda *_: enter(AFTER, _[-1]))
         module(**inputs)
-    return max(handed) or _num_elements(inputs.values())
+    return max(passed) or _num_elements(inputs.values())
 
 
 def _num_elements(values: Iterable[Any]) -> int:
@@ -234,7 +233,7 @@ def _make_counter(module: nn.Module, weights: Mapping[str, Tensor]) -> OpCounter
 
     try:
         words = match_roles(module, get_tp_split(module))
-    except ValueError:  # a module without a table is not divided
+    except ValueError:  # a module without a table is not split
         words = {}
     divided = {"column": COLUMN_PARALLEL, "row": ROW_PARALLEL}
     splits = {name: divided.get(words.get(name.rpartition(".")[0], "").partition("/")[0], UNSPLIT) for name in weights}

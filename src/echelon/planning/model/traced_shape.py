@@ -1,4 +1,4 @@
-"""From what was counted in a module's sections to a `ModelShape`."""
+"""Builds a `ModelShape` from the counts of a traced module's sections."""
 
 from __future__ import annotations
 
@@ -20,44 +20,44 @@ class Section:
 
     name: str
     class_name: str
-    """sections of one kind that did the same are one kind of layer"""
+    """sections of one class with equal counts are one layer, repeated"""
     modules: tuple[str, ...]
-    """whose parameters are its own"""
+    """modules whose parameters it has"""
     always_layer: bool = False
-    """a layer even where it multiplies nothing"""
+    """a layer even without a GEMM"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleCounts:
-    """All that is known of a module after it was run."""
+    """Counts and parameters of a traced module."""
 
     sections: Sequence[Section]
-    tallies: Mapping[str, SectionCounts]
+    by_section: Mapping[str, SectionCounts]
     """by the name of the section"""
     weights: Mapping[str, tuple[int, ...]]
     """the shape of each parameter"""
     owners: Mapping[str, str]
-    """from parameters to sections"""
+    """section of each parameter"""
     splits: Mapping[str, str]
-    """how tensor parallelism divides each parameter"""
+    """how tp splits each parameter"""
     tokens: int
     seq_len: int
     width: int
-    """most elements per token that one section hands to the next"""
+    """most elements per token between sections"""
     supports_cp: bool
-    """context parallelism can cut its sequences"""
+    """context parallelism can split its sequences"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingAndHead:
-    """The two ends of a language model: a table of tokens and the matrix of the head. Empty where there is no head."""
+    """The token embedding and the head of a language model; empty without a head."""
 
     vocab: int = 0
     width: int = 0
     token_table: str = ""
     head: WeightUse | None = None
     position_tables: tuple[str, ...] = ()
-    """tables of learned positions"""
+    """learned positions"""
 
     @property
     def weights(self) -> set[str]:
@@ -66,11 +66,11 @@ class EmbeddingAndHead:
 
 def build_shape(name: str, counts: ModuleCounts) -> ModelShape:
     ends = _find_embedding_and_head(counts)
-    kept = list(_layer_sections(counts, ends))
-    # What the layers share is held once; spread over them it is in the sum.
-    spread = sum(counts.tallies[section.name].shared_elements for section, _ in kept) / max(len(kept), 1)
-    layers = [_layer(counts, section, rows, ends, spread) for section, rows in kept]
-    mixtures = [product for layer in layers for product in layer.matmuls if product.experts]
+    sections = list(_layer_sections(counts, ends))
+    # Shared tensors are saved once; their size is divided among the layers.
+    spread = sum(counts.by_section[section.name].shared_elements for section, _ in sections) / max(len(sections), 1)
+    layers = [_layer(counts, section, rows, ends, spread) for section, rows in sections]
+    expert_gemms = [gemm for layer in layers for gemm in layer.matmuls if gemm.experts]
     positions = [counts.weights[table] for table in ends.position_tables]
     found = ModelShape(
         name=name,
@@ -80,20 +80,22 @@ def build_shape(name: str, counts: ModuleCounts) -> ModelShape:
         tied=ends.head is not None and ends.head.weight == ends.token_table,
         max_seq_len=max((rows for rows, _ in positions), default=0),
         position_parameters=sum(map(prod, positions)),
-        experts=max((product.experts for product in mixtures), default=0),
-        top_k=round(max((product.token_share for product in mixtures), default=0)),
+        experts=max((gemm.experts for gemm in expert_gemms), default=0),
+        top_k=round(max((gemm.token_share for gemm in expert_gemms), default=0)),
         supports_cp=counts.supports_cp,
     )
     return replace(found, other_parameters=sum(map(prod, counts.weights.values())) - found.parameters)
 
 
 def _find_embedding_and_head(counts: ModuleCounts) -> EmbeddingAndHead:
-    tables = {name: rows for tally in counts.tallies.values() for name, rows in tally.lookup_rows.items()}
-    used = [product for tally in counts.tallies.values() for product in tally.matmul_rows]
+    tables = {
+        name: rows for section_counts in counts.by_section.values() for name, rows in section_counts.lookup_rows.items()
+    }
+    used = [gemm for section_counts in counts.by_section.values() for gemm in section_counts.matmul_rows]
     of_tokens = (name for name, rows in tables.items() if rows == counts.tokens)
     for table in sorted(of_tokens, key=lambda name: prod(counts.weights[name]), reverse=True):
         vocab, width = counts.weights[table]
-        heads = [product for product in used if (product.inputs, product.outputs) == (width, vocab)]
+        heads = [gemm for gemm in used if (gemm.inputs, gemm.outputs) == (width, vocab)]
         if heads:
             least = max(counts.seq_len, 2)
             fits = {name for name in tables if counts.weights[name][0] >= least and counts.weights[name][1] == width}
@@ -105,35 +107,35 @@ def _find_embedding_and_head(counts: ModuleCounts) -> EmbeddingAndHead:
 
 
 def _layer_sections(counts: ModuleCounts, ends: EmbeddingAndHead) -> Iterator[tuple[Section, dict[WeightUse, int]]]:
-    """The sections that are layers, and the rows that passed each of their matrices."""
+    """The sections that are layers, with the input rows of their GEMMs."""
     for section in counts.sections:
-        tally = counts.tallies.get(section.name)
-        if tally is None:
+        section_counts = counts.by_section.get(section.name)
+        if section_counts is None:
             continue
-        rows = {used: number for used, number in tally.matmul_rows.items() if used != ends.head}
-        if section.always_layer or rows or tally.attention_calls or tally.weightless_matmuls:
+        rows = {used: number for used, number in section_counts.matmul_rows.items() if used != ends.head}
+        if section.always_layer or rows or section_counts.attention_calls or section_counts.weightless_matmuls:
             yield section, rows
 
 
 def _layer(
     counts: ModuleCounts, section: Section, rows: Mapping[WeightUse, int], ends: EmbeddingAndHead, spread: float
 ) -> LayerShape:
-    tally = counts.tallies[section.name]
-    own = {name for name, owner in counts.owners.items() if owner == section.name}
-    own |= {used.weight for used in rows if used.weight not in counts.owners}
-    parameters = sum(prod(counts.weights[name]) for name in own - ends.weights)
-    products = tuple(_matmul(counts, section, used, number) for used, number in rows.items())
-    attention, rest = _attention(counts, tally)
+    section_counts = counts.by_section[section.name]
+    names = {name for name, owner in counts.owners.items() if owner == section.name}
+    names |= {used.weight for used in rows if used.weight not in counts.owners}
+    parameters = sum(prod(counts.weights[name]) for name in names - ends.weights)
+    matmuls = tuple(_matmul(counts, section, used, number) for used, number in rows.items())
+    attention, rest = _attention(counts, section_counts)
     return LayerShape(
         name=section.class_name,
-        matmuls=products,
+        matmuls=matmuls,
         attention=attention,
-        # Below 0 where an earlier layer has the matrices that this one uses.
-        other_parameters=parameters - sum(product.parameters for product in products),
-        saved_elements=(tally.saved_elements + spread) / counts.tokens,
-        saved_elements_tp=tally.saved_elements_tp / counts.tokens,
-        moved_elements=tally.moved_elements / counts.tokens,
-        moved_elements_tp=tally.moved_elements_tp / counts.tokens,
+        # Negative where an earlier layer has the weights of this one.
+        other_parameters=parameters - sum(gemm.parameters for gemm in matmuls),
+        saved_elements=(section_counts.saved_elements + spread) / counts.tokens,
+        saved_elements_tp=section_counts.saved_elements_tp / counts.tokens,
+        moved_elements=section_counts.moved_elements / counts.tokens,
+        moved_elements_tp=section_counts.moved_elements_tp / counts.tokens,
         other_flops=rest,
     )
 
@@ -150,26 +152,26 @@ def _matmul(counts: ModuleCounts, section: Section, used: WeightUse, rows: int) 
     )
 
 
-def _attention(counts: ModuleCounts, tally: SectionCounts) -> tuple[AttentionShape | None, float]:
-    """The attention of a section, and the FLOPs per token of all other products without weights.
+def _attention(counts: ModuleCounts, section_counts: SectionCounts) -> tuple[AttentionShape | None, float]:
+    """The attention of a section, and the FLOPs per token of all other GEMMs without weights.
 
-    Several of one kind are one with more heads. Those of another kind, or to another sequence, are counted among the
-    others: what they cost is right for the length that was traced.
+    Several calls with equal dims become one with more heads. Other dims and cross attention count among the others,
+    whose cost is that of the traced length.
     """
     sequences = counts.tokens // counts.seq_len
-    plain, squares = _pair_attention(tally.weightless_matmuls)
-    every = [*tally.attention_calls, *plain]
+    plain, squares = _pair_attention(section_counts.weightless_matmuls)
+    every = [*section_counts.attention_calls, *plain]
     total = (sum(one.flops for one in every) + sum(square.flops for square in squares)) / counts.tokens
-    own = [one for one in every if one.queries == one.keys == counts.seq_len > 1 and not one.count % sequences]
-    if not own:
+    matching = [one for one in every if one.queries == one.keys == counts.seq_len > 1 and not one.count % sequences]
+    if not matching:
         return None, total
-    same = [one for one in own if _attention_dims(one) == _attention_dims(own[0])]
+    same = [one for one in matching if _attention_dims(one) == _attention_dims(matching[0])]
     found = AttentionShape(
         heads=sum(one.count for one in same) // sequences,
         kv_heads=sum(one.kv_count for one in same) // sequences,
-        head_dim=own[0].head_dim,
-        value_dim=own[0].value_dim,
-        causal=own[0].causal,
+        head_dim=matching[0].head_dim,
+        value_dim=matching[0].value_dim,
+        causal=matching[0].causal,
     )
     return found, total - sum(one.flops for one in same) / counts.tokens
 
@@ -179,7 +181,7 @@ def _attention_dims(one: AttentionCall) -> tuple[int, int, bool]:
 
 
 def _pair_attention(squares: Sequence[WeightlessMatmul]) -> tuple[list[AttentionCall], list[WeightlessMatmul]]:
-    """Attention that is written out, scores and then their product with the values, and what is left."""
+    """Unfused attention (a GEMM of scores, then one with the values), and the other GEMMs."""
     from echelon.planning.model.op_counter import AttentionCall
 
     found, left, index = [], [], 0

@@ -1,7 +1,7 @@
 """Plans as a page: one file that needs no network. `plan.html` is the page; here are the parts that go into it.
 
 Everything is in the file as HTML and SVG. Without a script the best plan is shown, and the links of the table choose
-another; the script makes whole rows of the table choose, without a jump, and copies commands.
+another; the script lets rows of the table choose, without a jump, and copies commands.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from importlib.resources import files
 
+from echelon.draw.number_format import format_bytes, format_count, format_seconds, format_seconds_aligned, percent
 from echelon.planning.priced_plan import Plan
 from echelon.planning.show import plan_labels, step_svg
 
 TEMPLATE = "plan.html"
 COMPARED, SLOWEST = 8, 3.0
-"""plans that stand side by side as stacked bars: at most so many, and so many times as slow as the best"""
+"""most plans that are compared, and how much slower than the best they may be"""
 DRAWN = 12
 """plans whose step is drawn; a page of more would be slow to open"""
 
@@ -71,12 +72,12 @@ def _cells(plan: Plan) -> dict[str, str]:
     level = "over" if not plan.fits else "near" if share > plan_labels.NEARLY_FULL else "well"
     gauge = f'<span class="gauge {level}"><span style="width:{100 * min(1.0, share):.1f}%"></span></span>'
     return {
-        "step": f"<b>{plan_labels.format_seconds(plan.seconds)}</b>",
+        "step": f"<b>{format_seconds(plan.seconds)}</b>",
         "80 % of runs": plan_labels.format_interval(plan),
-        "tokens/s": plan_labels.format_count(plan.tokens_per_s),
-        "MFU": plan_labels.percent(plan.mfu),
-        "memory": f"{gauge}{plan_labels.format_bytes(plan.memory.total)} <small>{100 * share:.0f} %</small>",
-        "bubble": plan_labels.percent(plan.bubble),
+        "tokens/s": format_count(plan.tokens_per_s),
+        "MFU": percent(plan.mfu),
+        "memory": f"{gauge}{format_bytes(plan.memory.total)} <small>{100 * share:.0f} %</small>",
+        "bubble": percent(plan.bubble),
     }
 
 
@@ -90,9 +91,9 @@ def _plan(plan: Plan, number: int, command: str, explanation: Sequence[str]) -> 
     )
     causes = plan_labels.largest_first(plan_labels.labelled_bars(plan.times, plan_labels.CAUSES))
     categories = plan_labels.largest_first(plan_labels.labelled_bars(plan.memory.parts, plan_labels.CATEGORIES))
-    times = _bars(causes, plan_labels.format_seconds_aligned([bar.value for bar in causes]))
-    sizes = _bars(categories, [plan_labels.format_bytes(bar.value) for bar in categories])
-    of = f"{plan_labels.format_bytes(plan.memory.total)} of {plan_labels.format_bytes(plan.scenario.cluster.memory)}"
+    times = _bars(causes, format_seconds_aligned([bar.value for bar in causes]))
+    sizes = _bars(categories, [format_bytes(bar.value) for bar in categories])
+    of = f"{format_bytes(plan.memory.total)} of {format_bytes(plan.scenario.cluster.memory)}"
     return (
         f'<section class="plan{best}" id="plan-{number + 1}"><h2><span class="number">{number + 1}</span> '
         f"{_layout(plan)}{_marks(plan)}</h2>"
@@ -111,7 +112,8 @@ def _step(plan: Plan, number: int) -> str:
     without = (
         '<p class="quiet">One stage (pp=1): each rank works through its microbatches one by one, without a bubble.</p>'
     )
-    return f"<h3>Memory over time</h3>{step_svg.memory_picture(plan)}<h3>The pipeline, rank by rank</h3>{picture or without}"
+    memory = step_svg.memory_picture(plan)
+    return f"<h3>Memory over time</h3>{memory}<h3>The pipeline, rank by rank</h3>{picture or without}"
 
 
 def _run(plan: Plan, command: str) -> str:
@@ -145,7 +147,7 @@ def _bars(bars: Sequence[plan_labels.LabelledBar], values: Sequence[str]) -> str
 
 
 def _compared(plans: Sequence[Plan]) -> Iterator[str]:
-    # One that is very slow would leave no room for the others.
+    # A very slow plan would squeeze the others.
     longest = SLOWEST * plans[0].seconds
     near = [(n, plan) for n, plan in enumerate(plans) if n < 2 or plan.seconds <= longest][:COMPARED]
     longest = max(plan.high for _, plan in near)
@@ -153,9 +155,9 @@ def _compared(plans: Sequence[Plan]) -> Iterator[str]:
     yield '<section class="beside compared"><div><h2>Time, side by side</h2>'
     for (number, plan), bars in zip(near, causes, strict=True):
         where = f"left:{100 * plan.low / longest:.2f}%;width:{100 * (plan.high - plan.low) / longest:.2f}%"
-        stack = _stack(bars, plan.seconds / longest, plan_labels.format_seconds_aligned([bar.value for bar in bars]))
+        stack = _stack(bars, plan.seconds / longest, format_seconds_aligned([bar.value for bar in bars]))
         spread = f'<u style="{where}" title="80 % of runs: {plan_labels.format_interval(plan)}"></u>'
-        yield _row(plan, number, stack + spread, plan_labels.format_seconds(plan.seconds))
+        yield _row(plan, number, stack + spread, format_seconds(plan.seconds))
     yield _legend(causes)
     left_out = f" Of {len(plans)} plans, {len(near)} are compared." if len(near) < len(plans) else ""
     yield f'<p class="quiet">The thin line: where 80 % of runs lie.{left_out}</p></div>'
@@ -165,11 +167,11 @@ def _compared(plans: Sequence[Plan]) -> Iterator[str]:
     categories = [plan_labels.labelled_bars(plan.memory.parts, plan_labels.CATEGORIES) for _, plan in near]
     yield "<div><h2>Memory, side by side</h2>"
     for (number, plan), bars in zip(near, categories, strict=True):
-        stack = _stack(bars, plan.memory.total / most, [plan_labels.format_bytes(bar.value) for bar in bars])
+        stack = _stack(bars, plan.memory.total / most, [format_bytes(bar.value) for bar in bars])
         line = f'<s style="left:{100 * limit / most:.2f}%"></s>'
-        yield _row(plan, number, stack + line, plan_labels.format_bytes(plan.memory.total))
+        yield _row(plan, number, stack + line, format_bytes(plan.memory.total))
     yield _legend(categories)
-    yield f'<p class="quiet">The dashed line: what a device has, {plan_labels.format_bytes(limit)}.</p></div></section>'
+    yield f'<p class="quiet">The dashed line: what a device has, {format_bytes(limit)}.</p></div></section>'
 
 
 def _stack(bars: Sequence[plan_labels.LabelledBar], length: float, values: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
-"""The words, colours and numbers of a plan, the same in every view.
+"""Labels, colours and figures of a plan, the same in every view.
 
-Colours say what kind of thing a cause is: blue computes, orange sends, purple waits, teal is around the passes. They
-are those of the pictures of schedules, in several lightnesses; names stand beside them wherever they are used.
+Colours classify causes: blue is compute, orange communication, purple waiting, teal the rest of a step. They are those
+of drawn schedules, in several shades, and always stand beside a name.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from echelon.draw.number_format import format_time, percent
-from echelon.planning.cluster.device_kinds import GIB
+from echelon.draw.number_format import format_bytes, format_count, format_seconds, percent
 from echelon.planning.cost.expert_traffic import all_to_all_bytes_per_token
 from echelon.planning.priced_plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class Label:
-    """What a cause of time or a category of memory is called."""
+    """Name, meaning and colour of a cause of time or a category of memory."""
 
     name: str
     meaning: str
@@ -25,92 +24,81 @@ class Label:
 
 
 CAUSES = {
-    "products": Label(name="matrix products", meaning="multiplying by the weights: the useful work", colour="#1f5fa8"),
-    "attention": Label(name="attention", meaning="every token looks at those before it", colour="#4a8fd6"),
+    "products": Label(
+        name="GEMMs", meaning="matrix multiplications with the weights: the useful work", colour="#1f5fa8"
+    ),
+    "attention": Label(name="attention", meaning="softmax(q k) v of every token", colour="#4a8fd6"),
     "passing": Label(
         name="memory-bound operators",
-        meaning="norms, activation functions, additions: they wait for the device's memory, not for its arithmetic",
+        meaning="norms, activation functions, additions: bound by memory bandwidth",
         colour="#86b8ea",
     ),
-    "head": Label(name="output layer and loss", meaning="a score for every word, and the loss", colour="#6f7fd0"),
-    "recompute": Label(
-        name="recomputation", meaning="forward done again in backward, to keep less in memory", colour="#b3d2f2"
-    ),
+    "head": Label(name="output layer and loss", meaning="logits and cross entropy", colour="#6f7fd0"),
+    "recompute": Label(name="recomputation", meaning="forward recomputed in backward to save memory", colour="#b3d2f2"),
     "tp": Label(
-        name="tensor-parallel messages not hidden",
-        meaning="ranks that share a layer exchange its results while nothing is computed",
+        name="exposed tp communication",
+        meaning="tensor-parallel collectives that compute does not overlap",
         colour="#c8551b",
     ),
     "cp": Label(
-        name="reaching other slices",
-        meaning="context parallelism: keys, values or heads on their way that attention does not hide, and merging "
-        "what its blocks give",
+        name="exposed cp communication",
+        meaning="context-parallel communication that attention does not overlap, and merging of blocks",
         colour="#f0a37a",
     ),
     "ep": Label(
-        name="expert-parallel messages not hidden",
-        meaning="tokens travel to their experts and back while nothing is computed",
+        name="exposed ep communication",
+        meaning="all-to-all of tokens and expert outputs that compute does not overlap",
         colour="#e2803f",
     ),
     "pp": Label(
-        name="messages between stages not hidden",
-        meaning="activations and their gradients on the way from stage to stage",
+        name="exposed pp communication",
+        meaning="p2p transfers of activations and gradients between stages",
         colour="#f7d08a",
     ),
     "dp": Label(
-        name="gradient messages not hidden",
-        meaning="gradients, and under zero=3 parameters, on their way while nothing is computed",
+        name="exposed dp communication",
+        meaning="collectives of gradients, and under zero=3 of parameters, that compute does not overlap",
         colour="#f2b632",
     ),
-    "bubble": Label(
-        name="pipeline bubble", meaning="stages wait for each other's results, and for the fullest", colour="#9b4a90"
-    ),
-    "imbalance": Label(name="uneven stages", meaning="stages wait for the one with most to do", colour="#b87aae"),
-    "launches": Label(
-        name="waiting for the host", meaning="kernels so short that starting them takes longer", colour="#cfa3c8"
-    ),
-    "jitter": Label(
-        name="waiting for slow nodes", meaning="of many nodes some are late, and all wait for them", colour="#e3cbdf"
-    ),
+    "bubble": Label(name="pipeline bubble", meaning="stages wait for each other and for the slowest", colour="#9b4a90"),
+    "imbalance": Label(name="uneven stages", meaning="stages wait for the slowest", colour="#b87aae"),
+    "launches": Label(name="kernel launches", meaning="kernels shorter than their launch", colour="#cfa3c8"),
+    "jitter": Label(name="waiting for slow nodes", meaning="stragglers among many nodes", colour="#e3cbdf"),
     "offload": Label(
-        name="messages to the host not hidden", meaning="what lives off the device comes and goes", colour="#d9a06b"
+        name="exposed offload", meaning="transfers to and from the host that compute does not overlap", colour="#d9a06b"
     ),
-    "update": Label(name="optimizer update", meaning="the step that changes the weights", colour="#3fa796"),
-    "rest": Label(
-        name="around the step", meaning="fetching data, reading the loss, all that is once per step", colour="#8fcfc4"
-    ),
+    "update": Label(name="optimizer update", meaning="the update of the weights", colour="#3fa796"),
+    "rest": Label(name="around the step", meaning="data loading, reading the loss, once per step", colour="#8fcfc4"),
 }
 """of `Plan.times`, in the order of stacked bars"""
 
 CATEGORIES = {
-    "parameters": Label(name="parameters", meaning="the weights that passes compute with", colour="#1f5fa8"),
+    "parameters": Label(name="parameters", meaning="the weights of forward and backward", colour="#1f5fa8"),
     "master": Label(
-        name="master copies",
-        meaning="the weights in 32 bits, which the update changes, or what 16 bits leave out of them",
+        name="master weights",
+        meaning="fp32 weights of the optimizer, or their low 16 bits",
         colour="#4a8fd6",
     ),
-    "gradients": Label(
-        name="gradients", meaning="those that are there when memory is fullest; added up in 32 bits", colour="#c8551b"
-    ),
-    "optimizer": Label(name="optimizer state", meaning="two moments of every parameter", colour="#9b4a90"),
+    "gradients": Label(name="gradients", meaning="at the memory peak; accumulated in fp32", colour="#c8551b"),
+    "optimizer": Label(name="optimizer state", meaning="moments of every parameter", colour="#9b4a90"),
     "versions": Label(
-        name="older weights", meaning="versions that an asynchronous schedule still needs", colour="#b3d2f2"
+        name="weight versions", meaning="older weights that an asynchronous schedule needs", colour="#b3d2f2"
     ),
     "activations": Label(
-        name="activations", meaning="what forward leaves for backward, of all microbatches in flight", colour="#3fa796"
+        name="activations", meaning="saved for backward, of all microbatches in flight", colour="#3fa796"
     ),
-    "working": Label(name="working room", meaning="what a layer needs while it runs", colour="#8fcfc4"),
+    "working": Label(name="working memory", meaning="temporaries of a running layer", colour="#8fcfc4"),
     "logits": Label(
         name="logits",
-        meaning="scores of every word for the tokens at hand, and the gradients that come of them",
+        meaning="logits of a chunk of tokens, and their gradients",
         colour="#f2b632",
     ),
     "buffers": Label(
-        name="message buffers", meaning="parameters gathered ahead, gradients on their way", colour="#f0a37a"
+        name="communication buffers", meaning="prefetched parameters, gradients being reduced", colour="#f0a37a"
     ),
     "reserve": Label(
         name="reserve",
-        meaning="the device's own context, and what the allocator loses between blocks",
+        meaning="CUDA context and fragmentation",
         colour="#9aa3b2",
     ),
 }
@@ -118,22 +106,22 @@ CATEGORIES = {
 
 OTHER = "#9aa3b2"
 NEGLIGIBLE = 5e-4
-"""share below which parts are told together"""
+"""share below which parts are shown together"""
 COLUMN_MEANINGS = [
-    ("80 % of runs", "four of five measured runs lie in this interval around such a prediction"),
-    ("MFU", "share of the devices' peak that the model's mathematics needs"),
-    ("HFU", "share of the peak that is executed: with what is computed twice"),
+    ("80 % of runs", "prediction interval: 80 % of measured runs lie in it"),
+    ("MFU", "model FLOPs utilisation: share of the peak that the model needs"),
+    ("HFU", "hardware FLOPs utilisation: with recomputation"),
     ("bubble", "share of the pipeline's time in which ranks wait"),
-    ("memory", "of the fullest rank, at its fullest; and its share of a device"),
-    ("plan only", "can be priced; training it is not built yet"),
+    ("memory", "peak of the fullest rank, and its share of a device"),
+    ("plan only", "can be planned, not trained"),
 ]
 """what the columns of the table mean"""
 MOE_MEANINGS = [
-    ("active", "parameters that a token passes through"),
-    ("to experts", "what a token and a layer with experts send to other ranks in a step, there and back"),
-    ("imbalance", "assumed: rows of experts on the busiest of the ranks that divide them, to the mean"),
+    ("active", "parameters that one token uses"),
+    ("to experts", "all-to-all bytes of a token and MoE layer in a step, forward and backward"),
+    ("imbalance", "assumed max/mean expert load across ep ranks"),
 ]
-"""what the numbers of a mixture mean"""
+"""what the numbers of an MoE model mean"""
 NEARLY_FULL = 0.92
 """share of a device's memory from which on a plan is marked"""
 PLAN_ONLY = "plan only"
@@ -142,29 +130,29 @@ DOES_NOT_FIT = "does not fit"
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledBar:
-    """One part of a whole, ready to be drawn."""
+    """A labelled part of a total."""
 
     label: Label
     value: float
     share: float
-    """of the whole"""
+    """of the total"""
 
 
 def labelled_bars(parts: Mapping[str, float], labels: Mapping[str, Label]) -> list[LabelledBar]:
-    """The parts in the order of the table; those too small to see as one, at the end."""
-    whole = sum(parts.values()) or 1.0
+    """The parts in the order of the labels; negligible ones together at the end."""
+    total = sum(parts.values()) or 1.0
     order = [*(name for name in labels if name in parts), *(name for name in parts if name not in labels)]
     found = [
-        LabelledBar(label=labels.get(name) or _default_label(name), value=parts[name], share=parts[name] / whole)
+        LabelledBar(label=labels.get(name) or _default_label(name), value=parts[name], share=parts[name] / total)
         for name in order
-        if parts[name] / whole >= NEGLIGIBLE
+        if parts[name] / total >= NEGLIGIBLE
     ]
-    rest = [name for name in order if 0 < parts[name] / whole < NEGLIGIBLE]
+    rest = [name for name in order if 0 < parts[name] / total < NEGLIGIBLE]
     value = sum(parts[name] for name in rest)
-    if value / whole >= NEGLIGIBLE:
+    if value / total >= NEGLIGIBLE:
         listed = ", ".join((labels.get(name) or _default_label(name)).name for name in rest)
-        word = Label(name="smaller parts", meaning=listed, colour=OTHER)
-        found.append(LabelledBar(label=word, value=value, share=value / whole))
+        label = Label(name="smaller parts", meaning=listed, colour=OTHER)
+        found.append(LabelledBar(label=label, value=value, share=value / total))
     return found
 
 
@@ -179,53 +167,20 @@ def largest_first(found: list[LabelledBar]) -> list[LabelledBar]:
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
 
-def format_seconds(value: float) -> str:
-    """Three digits and a unit: `7.70 s`, `812 ms`."""
-    if value >= 999.5:
-        return f"{value:,.0f} s"
-    for size, unit in ((1.0, "s"), (1e-3, "ms")):
-        if value >= 0.9995 * size:
-            return f"{_three(value / size)} {unit}"
-    return format_time(value, True)
-
-
-def _three(value: float) -> str:
-    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
-
-
-def format_seconds_aligned(values: Sequence[float]) -> list[str]:
-    """Times in one unit and with equally many digits, to stand under each other."""
-    size, unit = (1.0, "s") if max(values, default=0.0) >= 0.5 else (1e-3, "ms")
-    digits = max(0, 3 - len(str(int(max(values, default=0.0) / size))) + (unit == "s"))
-    return [f"{value / size:.{digits}f} {unit}" for value in values]
-
-
 def format_interval(plan: Plan) -> str:
-    """Where four of five runs lie: `6.90–8.59 s`."""
+    """The 80 % interval: `6.90–8.59 s`."""
     low, high = format_seconds(plan.low), format_seconds(plan.high)
     number, _, unit = low.rpartition(" ")
     return f"{number}–{high}" if high.endswith(f" {unit}") else f"{low} – {high}"
 
 
-def format_bytes(count: float) -> str:
-    return f"{count / GIB:.1f} GiB" if count >= 0.095 * GIB else f"{count / 2**20:.1f} MiB"
-
-
-def format_count(count: float) -> str:
-    """`68.1k` for 68,123."""
-    for unit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if count >= 0.9995 * unit:
-            return f"{_three(count / unit)}{letter}"
-    return f"{count:.0f}"
-
-
 def memory_share(plan: Plan) -> float:
-    """Share of a device's memory that the fullest rank takes."""
+    """Share of a device's memory that the fullest rank uses."""
     return plan.memory.total / plan.scenario.cluster.memory
 
 
 def describe_request(plan: Plan) -> str:
-    """What was asked: the model, the cluster, the batch."""
+    """The model, cluster and batch of a plan."""
     case = plan.scenario
     devices = "" if case.cluster.name.startswith(f"{case.cluster.devices}x") else f" ({case.cluster.devices} devices)"
     sequences = "sequence" if plan.layout.batch == 1 else "sequences"
@@ -237,7 +192,7 @@ def describe_request(plan: Plan) -> str:
 
 
 def describe_fullest_rank(plan: Plan) -> str:
-    """Which rank the memory is of."""
+    """The rank whose memory is shown."""
     last = plan.layout.pp - 1
     if not last:
         return "each rank"
@@ -246,7 +201,7 @@ def describe_fullest_rank(plan: Plan) -> str:
 
 
 def warning_marks(plan: Plan) -> list[tuple[str, str]]:
-    """What a reader must not miss, each with a colour."""
+    """Warnings with their colours."""
     found = [] if plan.runnable else [(PLAN_ONLY, "yellow")]
     return found if plan.fits else [*found, (DOES_NOT_FIT, "red")]
 
@@ -278,14 +233,11 @@ def _moe_figures(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def all_reasons(plan: Plan, explanation: Sequence[str] = ()) -> list[str]:
-    """What is to be said of a plan, each line once."""
+    """Explanation and reasons of a plan, without duplicates."""
     return list(dict.fromkeys([*explanation, *plan.reasons]))
 
 
 def command_for(plan: Plan, best: Plan, command: str) -> str:
-    """The command for a plan, given that for the best; empty where it cannot be told."""
+    """The command for a plan, given that for the best; empty if unknown."""
     here = str(best.layout)
     return command if plan is best else command.replace(here, str(plan.layout)) if here in command else ""
-
-
-__all__ = ["CATEGORIES", "CAUSES", "Label", "LabelledBar", "format_time", "labelled_bars", "percent"]

@@ -16,6 +16,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from echelon.draw.number_format import format_bytes, format_count, format_seconds, format_seconds_aligned, percent
 from echelon.planning.cluster.device_kinds import GIB
 from echelon.planning.priced_plan import Plan, memory_by_stage
 from echelon.planning.show import plan_labels
@@ -74,7 +75,7 @@ class _ConsoleWriter:
         return text.replace("–", "-").replace("•", "*").encode("ascii", "replace").decode() if self.is_ascii else text
 
     def table(self, plans: Sequence[Plan]) -> Iterator[RenderableType]:
-        """One row for each; what has no room is left out, from the right."""
+        """One row for each plan; columns that do not fit are left out, from the right."""
         first = len(str(len(plans)))
         columns = dict(WIDE)
         on_one_line = self._layout_width(first, columns) >= WIDE_LAYOUT
@@ -82,7 +83,7 @@ class _ConsoleWriter:
             columns = dict(NARROW)
         while len(columns) > 1 and self._layout_width(first, columns) < NARROW_LAYOUT:
             columns.popitem()
-        room = max(8, min(self._layout_width(first, columns), max(len(str(plan.layout)) for plan in plans)))
+        width = max(8, min(self._layout_width(first, columns), max(len(str(plan.layout)) for plan in plans)))
         table = Table(
             box=ASCII_HEAD if self.is_ascii else box.SIMPLE_HEAD,
             padding=(0, 0, 0, 1),
@@ -91,14 +92,14 @@ class _ConsoleWriter:
             border_style="dim",
         )
         table.add_column("", justify="right", no_wrap=True)
-        table.add_column("layout", no_wrap=True, width=room)
+        table.add_column("layout", no_wrap=True, width=width)
         for name in columns:
             table.add_column(name, justify="left" if name == "memory" else "right", no_wrap=True)
         for number, plan in enumerate(plans):
             cells = self._cells(plan, on_one_line)
             table.add_row(
                 Text(str(number + 1), style="bold green" if number == 0 else "dim"),
-                self._layout(plan, room, is_best=number == 0),
+                self._layout(plan, width, is_best=number == 0),
                 *(cells[name] for name in columns),
             )
         yield Text()
@@ -109,13 +110,13 @@ class _ConsoleWriter:
         """That the layout has, of what two columns between columns leave."""
         return self.width - first - 2 - sum(columns.values()) - 2 * len(columns)
 
-    def _layout(self, plan: Plan, room: int, *, is_best: bool) -> Text:
+    def _layout(self, plan: Plan, width: int, *, is_best: bool) -> Text:
         text = Text("\n").join(
-            Text(line, style="bold" if is_best else "") for line in fold_layout(str(plan.layout), room)
+            Text(line, style="bold" if is_best else "") for line in fold_layout(str(plan.layout), width)
         )
         column = len(text.plain.rpartition("\n")[2])
         for mark, style in plan_labels.warning_marks(plan):
-            is_beside = column + 2 + len(mark) <= room
+            is_beside = column + 2 + len(mark) <= width
             text.append("  " if is_beside else "\n").append(mark, style=style)
             column = (column + 2 if is_beside else 0) + len(mark)
         return text
@@ -126,19 +127,19 @@ class _ConsoleWriter:
         style = "red" if not plan.fits else "yellow" if share > plan_labels.NEARLY_FULL else "green"
         return {
             "step": Text.assemble(
-                (plan_labels.format_seconds(plan.seconds), "bold"),
+                (format_seconds(plan.seconds), "bold"),
                 between,
                 (self.to_ascii(plan_labels.format_interval(plan)), "dim"),
             ),
-            "tokens/s": Text(plan_labels.format_count(plan.tokens_per_s)),
-            "MFU": Text(plan_labels.percent(plan.mfu)),
+            "tokens/s": Text(format_count(plan.tokens_per_s)),
+            "MFU": Text(percent(plan.mfu)),
             "memory": Text.assemble(
-                plan_labels.format_bytes(plan.memory.total),
+                format_bytes(plan.memory.total),
                 between,
                 (self._gauge(share), style),
                 f" {100 * share:.0f} %",
             ),
-            "bubble": Text(plan_labels.percent(plan.bubble)),
+            "bubble": Text(percent(plan.bubble)),
         }
 
     def _gauge(self, share: float) -> str:
@@ -153,16 +154,14 @@ class _ConsoleWriter:
         yield Text(self.to_ascii(figures), style="dim")
         yield Text("\ntime of a step by cause", style="bold cyan")
         causes = plan_labels.largest_first(plan_labels.labelled_bars(plan.times, plan_labels.CAUSES))
-        yield self._bars(causes, plan_labels.format_seconds_aligned([bar.value for bar in causes]))
-        of = (
-            f"{plan_labels.format_bytes(plan.memory.total)} of {plan_labels.format_bytes(plan.scenario.cluster.memory)}"
-        )
+        yield self._bars(causes, format_seconds_aligned([bar.value for bar in causes]))
+        of = f"{format_bytes(plan.memory.total)} of {format_bytes(plan.scenario.cluster.memory)}"
         yield Text(
             f"\nmemory of {plan_labels.describe_fullest_rank(plan)}: {of}",
             style="bold cyan" if plan.fits else "bold red",
         )
         categories = plan_labels.largest_first(plan_labels.labelled_bars(plan.memory.parts, plan_labels.CATEGORIES))
-        yield self._bars(categories, [plan_labels.format_bytes(bar.value) for bar in categories])
+        yield self._bars(categories, [format_bytes(bar.value) for bar in categories])
         if 1 < plan.layout.pp <= MOST_STAGES:
             yield Text("\nGiB on a rank of each stage", style="bold cyan")
             yield self._stages(plan)
@@ -186,14 +185,14 @@ class _ConsoleWriter:
 
     def _bars(self, bars: Sequence[plan_labels.LabelledBar], values: Sequence[str]) -> Table:
         longest = max((len(bar.label.name) for bar in bars), default=0)
-        room = self.width - longest - max(map(len, values), default=0) - 7 - 8
+        width = self.width - longest - max(map(len, values), default=0) - 7 - 8
         most = max((bar.value for bar in bars), default=1.0)
         table = Table.grid(padding=(0, 2), pad_edge=False)
         table.add_column(no_wrap=False)
         for justify in ("right", "right", "left"):
             table.add_column(no_wrap=True, justify=justify)
         for bar, value in zip(bars, values, strict=True):
-            long = self._bar(bar.value / most, min(60, room)) if room >= 4 else ""
+            long = self._bar(bar.value / most, min(60, width)) if width >= 4 else ""
             share = f"{100 * bar.share:.1f} %"
             table.add_row(f"  {bar.label.name}", Text(value, style="bold"), share, Text(long, style=bar.label.colour))
         return table

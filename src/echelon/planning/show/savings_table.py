@@ -9,10 +9,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from echelon.draw.number_format import format_bytes
 from echelon.planning.cluster.device_kinds import GIB
 from echelon.planning.priced_plan import Plan
 from echelon.planning.search.memory_savings import SAVING_CATEGORIES, MemorySaving
-from echelon.planning.show import plan_labels
 
 SHORT = {"gradients": "grads", "activations": "acts"}
 """so that a line fits into 80 columns"""
@@ -23,24 +23,24 @@ NEGLIGIBLE = 0.05
 
 def savings_report(plan: Plan, found: Sequence[MemorySaving]) -> RenderableType:
     """For the plan as it is, and every technique beside it."""
-    told = [name for name in SAVING_CATEGORIES if any(abs(one.saved[name]) >= NEGLIGIBLE * GIB for one in found)]
+    shown = [name for name in SAVING_CATEGORIES if any(abs(one.saved[name]) >= NEGLIGIBLE * GIB for one in found)]
     marks = dict(zip(dict.fromkeys(one.training_effect for one in found if one.training_effect), MARKS, strict=False))
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, border_style="dim")
     table.add_column("technique", no_wrap=True)
-    for name in (*told, "all", "step"):
+    for name in (*shown, "all", "step"):
         table.add_column(SHORT.get(name, name), justify="right", no_wrap=True)
     table.add_column("then", no_wrap=True)
     for one in found:
         share = one.added_seconds / plan.seconds
         table.add_row(
             one.technique + marks.get(one.training_effect, ""),
-            *(format_saved(one.saved[name]) for name in told),
+            *(format_saved(one.saved[name]) for name in shown),
             Text(format_saved(one.total), style="bold green" if one.total > NEGLIGIBLE * GIB else "dim"),
             Text(format_change(share), style="red" if share > 0.005 else "green" if share < -0.005 else "dim"),
             Text(format_fit(one), style="" if one.plan.fits else "dim"),
         )
-    head = f"What each technique would save of {plan_labels.format_bytes(plan.memory.total)} ({plan.layout}), in GiB"
-    below = "; ".join(f"{mark} {said}" for said, mark in marks.items())
+    head = f"What each technique would save of {format_bytes(plan.memory.total)} ({plan.layout}), in GiB"
+    below = "; ".join(f"{mark} {effect}" for effect, mark in marks.items())
     return Group(Text(head, style="bold"), Text(), table, Text(below, style="dim"))
 
 
@@ -55,6 +55,6 @@ def format_change(share: float) -> str:
 def format_fit(one: MemorySaving) -> str:
     """Whether it fits."""
     over = one.plan.memory.total - one.plan.scenario.cluster.memory
-    return ("fits" if one.plan.fits else f"{plan_labels.format_bytes(over)} too much") + (
+    return ("fits" if one.plan.fits else f"{format_bytes(over)} too much") + (
         "" if one.plan.runnable else ", plan only"
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from itertools import pairwise
 
-from echelon.draw.number_format import ticks
+from echelon.draw.number_format import format_bytes, format_time, percent, ticks
 from echelon.pipeline.actions import ActionKind
 from echelon.pipeline.draw import action_colours, as_svg
 from echelon.pipeline.draw import timeline_svg as drawing
@@ -36,7 +36,7 @@ Curve = Sequence[tuple[float, float]]
 
 
 def num_drawn_microbatches(plan: Plan) -> int:
-    """Of the picture: whole rounds of the pipeline's stages, as some schedules want them."""
+    """Microbatches to draw: a multiple of the stages, as some schedules require."""
     stages = plan.layout.pp
     return min(plan.layout.accumulate, max(stages, MICROBATCHES // stages * stages))
 
@@ -48,19 +48,19 @@ def pipeline_picture(plan: Plan, number: int) -> str:
     count, all_of_them = num_drawn_microbatches(plan), plan.layout.accumulate
     note = (
         f"Drawn with {count} of the step's {all_of_them} microbatches. "
-        f"The whole step is longer, and its bubble is {plan_labels.percent(plan.bubble)}."
+        f"The full step is longer, and its bubble is {percent(plan.bubble)}."
     )
-    said = f'<p class="quiet">{note}</p>' if count < all_of_them else ""
+    caption = f'<p class="quiet">{note}</p>' if count < all_of_them else ""
     picture = as_svg(step_timeline(plan.scenario, microbatches=count), in_seconds=True)
     before, opening, rest = picture.partition("<style>")
     style, closing, after = rest.partition("</style>")
     scoped = re.sub(r"\.(\w+)\{", rf"#pipeline-{number} .\1{{", style)
     drawn = before + opening + scoped + closing + after
-    return f'{said}<div class="picture" id="pipeline-{number}" tabindex="0">{drawn}</div>'
+    return f'{caption}<div class="picture" id="pipeline-{number}" tabindex="0">{drawn}</div>'
 
 
 def dark_mode_style() -> str:
-    """Style that gives the pictures of schedules the page's own colours, light or dark."""
+    """CSS that gives drawn schedules the colours of the page, light or dark."""
     return "\n".join(
         f'  .picture [{what}="{colour}"] {{ {what}: var(--{name}); }}'
         for colour, name in INKS.items()
@@ -110,10 +110,11 @@ def memory_picture(plan: Plan) -> str:
     lines = "".join(f'<path class="rule" d="M0 {up(tick * GIB):.2f}H1000"/>' for tick in marks)
     labels = "".join(f'<span style="top:{up(tick * GIB):.2f}%">{tick:g} GiB</span>' for tick in marks)
     times = "".join(
-        f'<span style="left:{100 * tick / end:.2f}%">{escape(plan_labels.format_time(tick, True))}</span>'
-        for tick in ticks(end, 5)
+        f'<span style="left:{100 * tick / end:.2f}%">{escape(format_time(tick, True))}</span>' for tick in ticks(end, 5)
     )
-    title = f"memory of {plan_labels.describe_fullest_rank(plan)} through a step, at most {plan_labels.format_bytes(plan.memory.total)}"
+    title = (
+        f"memory of {plan_labels.describe_fullest_rank(plan)} through a step, at most {format_bytes(plan.memory.total)}"
+    )
     cut = "" if count == plan.layout.accumulate else f" Drawn with {count} of {plan.layout.accumulate} microbatches."
     return (
         f'<div class="chart"><div class="levels" aria-hidden="true">{labels}</div><div class="plot">'
@@ -121,7 +122,7 @@ def memory_picture(plan: Plan) -> str:
         f'{lines}<polygon class="moving" points="0,{HEIGHT:g} {points} 1000,{HEIGHT:g}"/>'
         f'<rect class="still" y="{up(still):.2f}" width="1000" height="{HEIGHT - up(still):.2f}"/>'
         f'<polyline class="edge" points="{points}"/><path class="limit" d="M0 {up(limit):.2f}H1000"/></svg>'
-        f'<b class="limit" style="top:{up(limit):.2f}%">device: {plan_labels.format_bytes(limit)}</b></div>'
+        f'<b class="limit" style="top:{up(limit):.2f}%">device: {format_bytes(limit)}</b></div>'
         f'<div class="seconds" aria-hidden="true">{times}</div></div>'
         f'<p class="legend"><span><i class="moving"></i>activations of microbatches in flight</span>'
         f'<span><i class="still"></i>all else, counted as if it stayed</span></p>'
