@@ -34,7 +34,7 @@ def test_an_operation_is_recorded_from_start_to_end() -> None:
     (entry,) = recorder.entries()
     assert (entry.flag, entry.op, entry.axis, entry.number, entry.peers) == ("s", "all_reduce", "dp", 1, (0, 2))
     assert (entry.shape, entry.dtype, entry.step, entry.phase) == ("[4, 8]", "float32", 7, "backward")
-    assert entry.site.startswith("faults/test_ring.py:")
+    assert entry.site.startswith("faults/test_flight_recorder.py:")
     assert entry.site.rpartition(":")[2].isdigit()
     RecordedWork(recorder, slot, Work(0.02)).wait()
     (entry,) = recorder.entries()

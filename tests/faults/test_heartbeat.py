@@ -64,7 +64,7 @@ def test_one_rank_diagnoses_the_hang_once(board: StateStore) -> None:
     assert text == board.get(DIAGNOSIS_KEY)
     assert board.get(CULPRIT_KEY) == "2"
     assert (
-        "rank 2 (dp 2) did not reach all_reduce number 1 on axis dp (float32 [8], called at faults/test_heart.py:"
+        "rank 2 (dp 2) did not reach all_reduce number 1 on axis dp (float32 [8], called at faults/test_heartbeat.py:"
         in text
     )
     assert "It has been in data of step 5" in text
