@@ -56,7 +56,7 @@ def test_the_rules_are_those_that_were_published() -> None:
 
 
 @pytest.mark.parametrize("schedule", ASYNC_SCHEDULES)
-def test_another_rule_is_told_apart(pool: RankPool, monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
+def test_another_update_rule_is_distinguished(pool: RankPool, monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
     """The test above can fail: no other schedule's rule gives the same weights."""
     other = ASYNC_SCHEDULES[ASYNC_SCHEDULES.index(schedule) - 1]
     prover = Verifier(pool, CASE)

@@ -78,7 +78,7 @@ def test_a_tied_embedding_and_positions_of_a_table(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5])
-def test_ranks_without_a_token_of_their_own_take_part(pool: RankPool, length: int) -> None:
+def test_ranks_without_a_token_issue_the_same_collectives(pool: RankPool, length: int) -> None:
     """Shorter than the ranks have chunks: some hold padding alone, and nobody hangs."""
     prover = Verifier(pool, VerifyCase(model=FOUR, steps=2, seq_len=length))
     for layout in ("cp=4", "cp=4,cp_kind=gather", "cp=4,cp_kind=ulysses"):
@@ -105,7 +105,7 @@ LEFT_OUT = [
 
 
 @pytest.mark.parametrize(("layout", "leave_out", "axis"), LEFT_OUT)
-def test_a_message_that_is_left_out_is_missed(pool: RankPool, layout: str, leave_out: str, axis: str) -> None:
+def test_verify_detects_a_dropped_transfer(pool: RankPool, layout: str, leave_out: str, axis: str) -> None:
     prover = Verifier(pool, VerifyCase(model=FOUR, steps=2, seq_len=PRIME), leave_out)
     verdict = prover.verify_layout(Layout.parse(layout))
     assert not verdict.passed

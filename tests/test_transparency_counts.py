@@ -39,7 +39,7 @@ RECOMPUTED = ("dp=2,zero=3,recompute=full,accumulate=2",)
 
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=lambda model: model.name)
 @pytest.mark.parametrize("layout", [*DP, *ZERO, *HSDP, *RECOMPUTED])
-def test_data_parallel_layouts_issue_what_they_claim(pool: RankPool, model: ModelConfig, layout: str) -> None:
+def test_data_parallel_layouts_issue_the_counted_collectives(pool: RankPool, model: ModelConfig, layout: str) -> None:
     check(pool, model, layout)
 
 
@@ -63,7 +63,7 @@ TENSOR = tuple(
     [(layout, model, [0.0, 0.1][(i + j) % 2]) for i, layout in enumerate(TENSOR) for j, model in enumerate(SHAPES)],
     ids=lambda value: value.name if isinstance(value, ModelConfig) else str(value),
 )
-def test_tensor_parallel_layouts_issue_what_they_claim(
+def test_tensor_parallel_layouts_issue_the_counted_collectives(
     pool: RankPool, model: ModelConfig, layout: str, dropout: float
 ) -> None:
     check(pool, replace(model, dropout=dropout), layout)
@@ -71,7 +71,7 @@ def test_tensor_parallel_layouts_issue_what_they_claim(
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_both_together_issue_what_they_claim(pool: RankPool, zero: int, recompute: str) -> None:
+def test_both_together_issue_the_counted_collectives(pool: RankPool, zero: int, recompute: str) -> None:
     check(pool, replace(LLAMA, dropout=0.1), f"dp=2,tp=2,zero={zero},recompute={recompute},accumulate=2")
 
 
@@ -96,7 +96,7 @@ TWO_CHUNKS = (
 
 
 @pytest.mark.parametrize("layout", [*PIPELINES, *TWO_CHUNKS])
-def test_pipelines_issue_what_they_claim(pool: RankPool, layout: str) -> None:
+def test_pipelines_issue_the_counted_collectives(pool: RankPool, layout: str) -> None:
     model = GPT if "recompute" in layout or "zb-v" in layout else replace(LLAMA, tied=True)
     check(pool, replace(model, layers=4), layout)
 
@@ -118,12 +118,12 @@ CONTEXT = (
 
 
 @pytest.mark.parametrize("layout", CONTEXT)
-def test_context_parallel_layouts_issue_what_they_claim(pool: RankPool, layout: str) -> None:
+def test_context_parallel_layouts_issue_the_counted_collectives(pool: RankPool, layout: str) -> None:
     check(pool, LLAMA if "cp=2" in layout else replace(GPT, dropout=0.1), layout)
 
 
 @pytest.mark.parametrize("layout", ["cp=3", "cp=3,cp_kind=gather", "cp=4,cp_kind=ring-ulysses,ulysses=2"])
-def test_full_attention_issues_what_it_claims(pool: RankPool, layout: str) -> None:
+def test_full_attention_issues_the_counted_collectives(pool: RankPool, layout: str) -> None:
     check(pool, replace(LLAMA, causal=False), layout)
 
 
@@ -144,12 +144,12 @@ NARROW = (
 
 
 @pytest.mark.parametrize(("model", "layout"), NARROW, ids=lambda value: value if isinstance(value, str) else "")
-def test_latent_attention_issues_what_it_claims(pool: RankPool, model: ModelConfig, layout: str) -> None:
+def test_latent_attention_issues_the_counted_collectives(pool: RankPool, model: ModelConfig, layout: str) -> None:
     """Narrow vectors enter its region; keys are wider than values, which are padded to them where both travel."""
     check(pool, model, layout)
 
 
-def test_heads_wider_than_their_share_of_the_model_issue_what_they_claim(pool: RankPool) -> None:
+def test_heads_wider_than_their_share_of_the_model_issue_the_counted_collectives(pool: RankPool) -> None:
     check(pool, replace(LLAMA, explicit_head_dim=12), "tp=2,cp=2,cp_kind=ulysses")
 
 
@@ -165,7 +165,7 @@ GRIDS = (
 
 
 @pytest.mark.parametrize("layout", GRIDS)
-def test_grids_issue_what_they_claim(pool: RankPool, layout: str) -> None:
+def test_grids_issue_the_counted_collectives(pool: RankPool, layout: str) -> None:
     """Sizes that a side does not divide, and for every second layout key-value heads fewer than it."""
     model = replace(LLAMA, width=28, heads=2, kv_heads=1, tied=True) if GRIDS.index(layout) % 2 else GPT
     check(pool, replace(model, layers=2, ffn=45, dropout=0.1), layout)
@@ -182,19 +182,19 @@ ASYNCHRONOUS = (
 
 
 @pytest.mark.parametrize("layout", ASYNCHRONOUS)
-def test_asynchronous_pipelines_issue_what_they_claim(pool: RankPool, layout: str) -> None:
+def test_asynchronous_pipelines_issue_the_counted_collectives(pool: RankPool, layout: str) -> None:
     """A step in the middle of the stream: the pipeline is full before it and after it."""
     check(pool, replace(LLAMA, tied=False, layers=4), layout)
 
 
-def test_copied_kv_heads_are_summed_once_a_step(pool: RankPool) -> None:
+def test_gradients_of_replicated_kv_heads_are_summed_once_a_step(pool: RankPool) -> None:
     found = check(pool, LLAMA, "dp=2,tp=4,zero=2,accumulate=2")
     pairs = [sum(n for (kind, group, _), n in each.issued.items() if len(group) == 2) for each in found]
     assert all(pairs)
 
 
 @pytest.mark.parametrize("layout", ["dp=2,accumulate=2", "dp=3,zero=1", "dp=2,zero=3,accumulate=2"])
-def test_batch_statistics_issue_what_they_claim(pool: RankPool, layout: str) -> None:
+def test_batch_statistics_issue_the_counted_collectives(pool: RankPool, layout: str) -> None:
     check(pool, CONV, layout + ",microbatch=2")
 
 
@@ -282,7 +282,7 @@ MEMORY = (
     ("layout", "compute"),
     [*((layout, torch.bfloat16) for layout in MEMORY), ("dp=3,zero=1", torch.float32), ("dp=3,zero=3", torch.float32)],
 )
-def test_states_take_the_bytes_that_the_memory_function_says(pool: RankPool, layout: str, compute: torch.dtype) -> None:
+def test_states_take_the_predicted_bytes(pool: RankPool, layout: str, compute: torch.dtype) -> None:
     _check_memory(pool, layout, ADAMW, compute)
 
 
@@ -327,13 +327,13 @@ def hold_versions(model: ModelConfig, text: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-vsync", "2bw"])
-def test_kept_versions_take_the_bytes_that_the_memory_function_says(pool: RankPool, schedule: str) -> None:
+def test_weight_versions_take_the_predicted_bytes(pool: RankPool, schedule: str) -> None:
     found = pool.run(hold_versions, 3, replace(LLAMA, tied=False), f"pp=3,accumulate=4,schedule={schedule}")
     assert all(measured == claimed for measured, claimed in found), found
     assert found[0][1] > 0
 
 
-def test_states_take_what_the_formulas_of_zero_say(pool: RankPool) -> None:
+def test_states_take_the_bytes_of_the_zero_formulas(pool: RankPool) -> None:
     """bf16 weights, fp32 gradients (g = 4), fp32 master and Adam states, P parameters on N ranks.
 
     Others keep a whole fp32 master beside the weights, and count 2 bytes more: here 2 of its 4 are the weights.
@@ -388,7 +388,7 @@ def watch(model: ModelConfig, text: str, **choices: Any) -> tuple[set[str], list
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_zero_3_holds_what_is_kept_one_block_and_what_is_prefetched(
+def test_zero_3_holds_one_block_and_the_prefetched_groups(
     pool: RankPool, prefetch: int, recompute: str
 ) -> None:
     deep = replace(LLAMA, layers=6)
@@ -400,7 +400,7 @@ def test_zero_3_holds_what_is_kept_one_block_and_what_is_prefetched(
         assert len(most - kept) == 1 + prefetch, most
 
 
-def test_without_resharding_all_units_stay_whole_until_backward(pool: RankPool) -> None:
+def test_without_resharding_all_groups_stay_unsharded_until_backward(pool: RankPool) -> None:
     for most, after in pool.run(watch, 2, LLAMA, "dp=2,zero=3", reshard_after_forward=False):
         assert after == [0, 0]
         assert most == {"", "embed", "blocks.0", "blocks.1", "blocks.2", "head"}

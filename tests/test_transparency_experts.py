@@ -87,20 +87,20 @@ OVER_NODES = (
 
 
 @pytest.mark.parametrize("layout", OVER_NODES)
-def test_dropout_and_two_hops_equal_one_device(pool: RankPool, layout: str) -> None:
+def test_dropout_with_hierarchical_all_to_all_equals_one_device(pool: RankPool, layout: str) -> None:
     model = replace(DROPPING, layers=4) if "zb-v" in layout else DROPPING
     verdict = Verifier(pool, VerifyCase(model=model, steps=2, seq_len=33)).verify_layout(Layout.parse(layout))
     assert verdict.passed, f"{verdict.first_difference} {verdict.trouble}"
 
 
-def test_parts_of_experts_that_are_padded_drop_what_the_whole_would(pool: RankPool) -> None:
+def test_padded_expert_parts_drop_as_full_experts_do(pool: RankPool) -> None:
     """They did not: the second part of seven units began at the wrong one."""
     model = replace(MIXTRAL, moe=MoEConfig(experts=4, k=2, ffn=7, gate="mixtral", dropout=0.4))
     verdict = Verifier(pool, VerifyCase(model=model, steps=2, seq_len=17)).verify_layout(Layout.parse("dp=2,etp=2"))
     assert verdict.passed, f"{verdict.first_difference} {verdict.trouble}"
 
 
-def test_a_node_to_which_nothing_comes(pool: RankPool) -> None:
+def test_a_node_that_receives_no_token(pool: RankPool) -> None:
     """It crashed: no row at all had no number of columns."""
     verdict = Verifier(pool, VerifyCase(model=SWITCH, steps=2, seq_len=3)).verify_layout(
         Layout.parse("tp=2,cp=2,cp_kind=gather,ep=4,ep_inner=2")
@@ -108,7 +108,7 @@ def test_a_node_to_which_nothing_comes(pool: RankPool) -> None:
     assert verdict.passed, f"{verdict.first_difference} {verdict.trouble}"
 
 
-def test_one_copy_of_the_experts_works_in_rounds_and_the_other_does_not(pool: RankPool) -> None:
+def test_one_replica_of_the_experts_dispatches_in_chunks_and_the_other_does_not(pool: RankPool) -> None:
     """It hung: rounds went by the experts' weights without calling them, so that only one copy gathered its shards."""
     report = verify("moe-tiny", "dp=2,tp=4,ep=4,zero=3,accumulate=2", pool=pool, steps=3)
     assert report.passed, [verdict.trouble or verdict.first_difference for verdict in report.verdicts]
@@ -162,7 +162,7 @@ LEFT_OUT = [
 
 
 @pytest.mark.parametrize(("layout", "leave_out"), LEFT_OUT)
-def test_a_message_that_is_left_out_is_missed(pool: RankPool, layout: str, leave_out: str) -> None:
+def test_verify_detects_a_dropped_transfer(pool: RankPool, layout: str, leave_out: str) -> None:
     verdict = Verifier(pool, VerifyCase(model=MIXTRAL, steps=2, seq_len=33), leave_out).verify_layout(
         Layout.parse(layout)
     )
@@ -188,11 +188,11 @@ COUNTED = [
 
 
 @pytest.mark.parametrize(("model", "layout"), COUNTED)
-def test_experts_issue_what_they_claim(pool: RankPool, model: ModelConfig, layout: str) -> None:
+def test_experts_issue_the_counted_collectives(pool: RankPool, model: ModelConfig, layout: str) -> None:
     check_together(pool, model, layout)
 
 
 @pytest.mark.parametrize("gate", ["noisy-top-k", "hierarchical"])
-def test_gates_issue_what_they_claim(pool: RankPool, gate: str) -> None:
+def test_gates_issue_the_counted_collectives(pool: RankPool, gate: str) -> None:
     mixture = MoEConfig(experts=8, k=4 if gate == "hierarchical" else 2, ffn=16, gate=gate)
     check_together(pool, replace(MIXTRAL, moe=mixture), "cp=2,tp=2,ep=2,recompute=full")

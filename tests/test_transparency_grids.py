@@ -110,7 +110,7 @@ def own_batch(rows: int, seed: int) -> dict[str, Tensor]:
     return {"words": words, "targets": (words * 3 + 1) % 11}
 
 
-def test_a_model_of_ones_own(pool: RankPool) -> None:
+def test_a_custom_model_uses_tensor_parallelism(pool: RankPool) -> None:
     report = verify(own, f"{SQUARE}; {LAYERS}; {CUBE}", batch=own_batch, pool=pool, steps=3)
     assert report.passed, report
 
@@ -138,7 +138,7 @@ LEFT_OUT = [
     LEFT_OUT,
     ids=lambda value: value.name if isinstance(value, ModelConfig) else str(value),
 )
-def test_a_collective_that_is_left_out_is_missed(
+def test_verify_detects_a_dropped_collective(
     pool: RankPool, layout: str, leave_out: str, model: ModelConfig
 ) -> None:
     verdict = judge(pool, replace(model, **SMALL), f"{layout},microbatch=4", leave_out, steps=1, seq_len=5)

@@ -73,7 +73,7 @@ EVERY_GRADIENT = [
 
 
 @pytest.mark.parametrize(("layout", "leave_out", "axis"), EVERY_GRADIENT)
-def test_a_sum_that_every_gradient_needs(pool: RankPool, layout: str, leave_out: str, axis: str) -> None:
+def test_verify_detects_a_missing_gradient_reduction(pool: RankPool, layout: str, leave_out: str, axis: str) -> None:
     verdict = judge(pool, layout, leave_out)
     assert named(verdict) == "embed.weight"
     assert verdict.axis == axis
@@ -83,13 +83,13 @@ def test_a_sum_that_every_gradient_needs(pool: RankPool, layout: str, leave_out:
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=3", "tp=2", "tp=2,sp=0", "dp=2,tp=2,zero=1"])
-def test_what_is_left_out_elsewhere_changes_nothing(pool: RankPool, layout: str) -> None:
+def test_a_collective_dropped_on_another_axis_changes_nothing(pool: RankPool, layout: str) -> None:
     for elsewhere in ("tp/2:all_reduce",):
         assert judge(pool, layout, elsewhere).passed
 
 
 @pytest.mark.parametrize("layout", ["tp=4", "tp=4,sp=0", "dp=2,tp=4,zero=1"])
-def test_copied_kv_heads_name_a_key_or_value(pool: RankPool, layout: str) -> None:
+def test_replicated_kv_heads_name_a_key_or_value(pool: RankPool, layout: str) -> None:
     verdict = judge(pool, layout, "tp/2:all_reduce")
     assert named(verdict) in {f"blocks.0.attn.{word}.weight" for word in ("k", "v")}
     assert verdict.axis == "tp"
@@ -114,7 +114,7 @@ def test_without_clipping_a_wrong_norm_is_named_itself(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize("layout", ["tp=2", "dp=2,tp=2", "dp=2,tp=2,zero=3"])
-def test_under_sequence_parallelism_only_parts_of_gradients_are_all_reduced(pool: RankPool, layout: str) -> None:
+def test_under_sequence_parallelism_only_partial_gradients_are_all_reduced(pool: RankPool, layout: str) -> None:
     verdict = judge(pool, layout, "tp:all_reduce")
     assert named(verdict) == "blocks.0.norm1.weight"
     assert verdict.axis == "tp"
@@ -204,7 +204,7 @@ SEQUENCE_PARAMETERS = {
 
 @pytest.mark.parametrize("layout", ["tp=2", "dp=2,tp=2,zero=3"])
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=lambda model: model.name)
-def test_parts_of_gradients_under_sequence_parallelism(
+def test_partial_gradients_under_sequence_parallelism(
     pool: RankPool, monkeypatch: pytest.MonkeyPatch, model: ModelConfig, layout: str
 ) -> None:
     verdict = judge_broken(pool, monkeypatch, without_partial_sums, layout, model)
@@ -213,7 +213,7 @@ def test_parts_of_gradients_under_sequence_parallelism(
     assert verdict.axis == "tp"
 
 
-def test_without_sequence_parallelism_there_are_no_parts(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_sequence_parallelism_no_gradient_is_partial(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert judge_broken(pool, monkeypatch, without_partial_sums, "tp=2,sp=0", LLAMA).passed
 
 
@@ -232,7 +232,7 @@ def test_batch_statistics_left_out_by_name(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize("layout", ["tp=2", "tp=4,sp=0"])
-def test_a_norm_that_counts_copies(pool: RankPool, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+def test_verify_detects_a_norm_that_counts_copies(pool: RankPool, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     verdict = judge_broken(pool, monkeypatch, with_every_copy_counted, layout, LLAMA)
     assert named(verdict) == "embed.weight"
     assert verdict.axis == "tp"

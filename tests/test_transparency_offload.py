@@ -85,11 +85,11 @@ def test_a_layout_that_offloads_equals_one_device(provers: dict[str, Verifier], 
         "dp=2,pp=2,zero=1,accumulate=2,offload=params",
     ],
 )
-def test_what_is_away_is_gathered_and_reduced_as_claimed(pool: RankPool, layout: str) -> None:
+def test_offloaded_groups_are_gathered_and_reduced_as_counted(pool: RankPool, layout: str) -> None:
     check(pool, replace(model_config.find_model("llama-tiny"), **SMALL), layout)
 
 
-def test_a_sum_that_is_left_out_is_missed(pool: RankPool) -> None:
+def test_verify_detects_a_dropped_reduction(pool: RankPool) -> None:
     case = VerifyCase(model=replace(model_config.find_model("llama-tiny"), **SMALL), optimizer=RULES["adamw"])
     for layout in ("dp=2,accumulate=2,offload=optimizer", "dp=2,accumulate=2,offload=params"):
         verdict = Verifier(pool, case, "dp:all_reduce").verify_layout(Layout.parse(layout))

@@ -67,11 +67,11 @@ COUNTED = [
 
 
 @pytest.mark.parametrize(("model", "layout"), COUNTED, ids=lambda value: getattr(value, "name", value))
-def test_a_layout_issues_what_it_claims(pool: RankPool, model: ModelConfig, layout: str) -> None:
+def test_a_layout_issues_the_counted_collectives(pool: RankPool, model: ModelConfig, layout: str) -> None:
     check(pool, model, layout)
 
 
-def test_experts_issue_what_they_claim(pool: RankPool) -> None:
+def test_experts_issue_the_counted_collectives(pool: RankPool) -> None:
     check_together(pool, replace(MOE, dropout=0.0), "dp=2,ep=2,recompute=every:2")
     one = replace(MOE, dropout=0.0, moe=MoEConfig(experts=8, k=1, ffn=16, gate="mixtral"))
     check_together(pool, one, "dp=4,ep=4,ep_inner=2,recompute=every:3")
@@ -96,7 +96,7 @@ def test_inputs_in_slices_and_in_an_arena_change_nothing(pool: RankPool, recompu
 
 
 @pytest.mark.parametrize("recompute", ["full", "every:2"])
-def test_slices_are_gathered_as_claimed(pool: RankPool, recompute: str) -> None:
+def test_slices_are_gathered_as_counted(pool: RankPool, recompute: str) -> None:
     check(pool, GPT, f"tp=2,sp=0,microbatch=2,accumulate=2,recompute={recompute}", partition=True)
 
 
@@ -147,7 +147,7 @@ def gathered(layout: str, **options: Any) -> tuple[dict[str, torch.Tensor], int,
 
 
 @pytest.mark.parametrize("recompute", ["none", "full", "every:2"])
-def test_units_are_cut_to_a_constant_size(pool: RankPool, recompute: str) -> None:
+def test_param_groups_are_split_to_a_constant_size(pool: RankPool, recompute: str) -> None:
     layout = f"dp=2,zero=3,microbatch=2,recompute={recompute}"
     expected, before, largest = pool.run(gathered, 2, layout, prefetch=0)[0]
     limit = LLAMA.width * LLAMA.ffn * 8
@@ -159,7 +159,7 @@ def test_units_are_cut_to_a_constant_size(pool: RankPool, recompute: str) -> Non
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_cut_units_are_gathered_as_claimed(pool: RankPool, recompute: str) -> None:
+def test_split_param_groups_are_gathered_as_counted(pool: RankPool, recompute: str) -> None:
     layout, limit = f"dp=2,zero=3,accumulate=2,recompute={recompute}", LLAMA.width * LLAMA.ffn * 4
     check(pool, LLAMA, layout, buffer=limit)
     check(pool, replace(GPT, dropout=0.0), layout, buffer=limit)

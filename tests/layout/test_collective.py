@@ -3,7 +3,7 @@ from __future__ import annotations
 from echelon.layout.collective import Collective, count_collectives
 
 
-def test_totals_add_up_what_is_alike() -> None:
+def test_count_collectives_adds_equal_ones() -> None:
     issued = [
         Collective(op="all_reduce", axis="dp", bytes=8),
         Collective(op="all_reduce", axis="dp", bytes=8, count=3, overlapped=True, purpose="other"),
@@ -19,5 +19,5 @@ def test_totals_add_up_what_is_alike() -> None:
     }
 
 
-def test_what_is_issued_no_times_is_not_there() -> None:
+def test_a_collective_with_count_zero_is_left_out() -> None:
     assert ("all_gather", "dp", 8) not in count_collectives([Collective(op="all_gather", axis="dp", bytes=8, count=0)])

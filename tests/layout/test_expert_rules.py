@@ -22,13 +22,13 @@ from echelon.models.model_config import find_model
         ("moe-tiny", "tp=4,tp_kind=2d", "is incompatible with experts, whose tokens are divided over tp by position"),
     ],
 )
-def test_what_experts_cannot_do_is_refused(model: str, text: str, words: str) -> None:
+def test_layouts_incompatible_with_experts(model: str, text: str, words: str) -> None:
     with pytest.raises(ValidationError) as caught:
         check_layout(text, model=find_model(model))
     assert words in str(caught.value)
 
 
-def test_what_they_can_do_is_not() -> None:
+def test_layouts_compatible_with_experts() -> None:
     check_layout("dp=2,tp=2,ep=4", model=find_model("moe-tiny"))
     check_layout("pp=2,schedule=2bw,accumulate=4", model=find_model("moe-tiny"))
     check_layout("tp=4,pp=2,schedule=pipedream,accumulate=4,ep=4,zero=3", model=find_model("moe-tiny"))

@@ -90,12 +90,12 @@ def test_a_key_given_twice():
 
 
 @pytest.mark.parametrize("text", ["dp=2,", "dp=2,,tp=2", ",tp=2", "dp=2;tp=2", "dp", "=2"])
-def test_broken_punctuation(text):
+def test_invalid_punctuation(text):
     (fault,) = faults_of(text)
     assert fault.legal or fault.hint
 
 
-def test_all_text_faults_at_once():
+def test_all_issues_of_a_text_at_once():
     assert [fault.key for fault in faults_of("zero=9,tp=x,mbs=2,schedule=gpip,dp=2,dp=3,pp")] == [
         "zero",
         "tp",

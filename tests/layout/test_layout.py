@@ -86,7 +86,7 @@ def test_a_layout_is_always_complete():
     assert (single.zero, single.shard, single.sp, single.ulysses, single.vpp) == (0, 1, 0, 1, 1)
 
 
-def test_replace_lets_derived_keys_follow_and_keeps_the_given_ones():
+def test_replace_derives_keys_again_and_keeps_the_given_ones():
     assert Layout(dp=4).replace(dp=2, tp=2) == Layout(dp=2, tp=2)
     assert Layout(dp=4).replace(dp=2).shard == 2
     assert Layout(dp=4, shard=2).replace(dp=8).shard == 2
@@ -112,7 +112,7 @@ def test_parse_refuses_a_world_or_a_batch_that_it_cannot_fill():
     assert [fault.key for fault in caught.value.issues] == ["dp", "batch"]
 
 
-def test_parse_many_reports_the_faults_of_all_and_says_where():
+def test_parse_many_reports_the_issues_of_all_and_where():
     assert Layout.parse_many("") == [Layout()]
     assert Layout.parse_many("dp=2; tp=2,zero=1;") == [Layout(dp=2), Layout(tp=2, zero=1)]
     with pytest.raises(ValidationError) as caught:
@@ -149,6 +149,6 @@ def test_every_schedule_of_the_grammar_can_be_run():
         assert find_issues(Layout.parse(f"dp=1,pp=2,zero=1,sp=0,schedule={schedule}")) == []
 
 
-def test_the_room_needs_no_torch():
+def test_layout_imports_no_torch():
     code = "import sys, echelon.layout; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

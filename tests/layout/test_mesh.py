@@ -23,7 +23,7 @@ AXIS_SETS = st.one_of(st.sampled_from(AXES), st.lists(st.sampled_from(AXES), max
 
 @settings(deadline=None)
 @given(meshes(), AXIS_SETS)
-def test_groups_part_the_world(mesh, axis):
+def test_groups_partition_the_world(mesh, axis):
     groups = mesh.groups(axis)
     assert sorted(rank for group in groups for rank in group) == list(range(mesh.world))
     assert {len(group) for group in groups} == {mesh.size(axis)}
@@ -107,7 +107,7 @@ def test_heads_are_exchanged_between_neighbours_of_cp():
     }
 
 
-def test_experts_are_folded_into_the_ranks_of_a_stage():
+def test_expert_axes_fold_into_the_ranks_of_a_stage():
     mesh = Mesh(Layout(dp=2, cp=2, tp=2, pp=2, ep=2, etp=2))
     assert mesh.expert_axis_sizes == {"edp": 2, "ep": 2, "etp": 2}
     assert mesh.groups("etp")[:2] == ((0, 1), (2, 3))
@@ -143,6 +143,6 @@ def test_a_mesh_is_a_value():
         (lambda mesh: Mesh(Layout(dp=4, zero=1, shard=3)), "shard=3, dp=4"),
     ],
 )
-def test_what_a_mesh_refuses(ask, words):
+def test_errors_of_a_mesh(ask, words):
     with pytest.raises(ValueError, match=words):
         ask(Mesh(Layout(dp=4, tp=2)))

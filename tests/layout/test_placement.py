@@ -82,7 +82,7 @@ def test_every_element_is_owned_once_in_each_replica(world: tuple[tuple[LogicalP
 
 @settings(deadline=None)
 @given(worlds())
-def test_a_tensor_is_put_together_from_the_owned_pieces_of_shards(
+def test_owned_pieces_of_shards_rebuild_a_tensor(
     world: tuple[tuple[LogicalParam, ...], dict[str, int]],
 ) -> None:
     """Through the shards themselves: flat buffers as ranks hold them, and nothing but the record to read them by."""
@@ -109,7 +109,7 @@ def test_a_tensor_is_put_together_from_the_owned_pieces_of_shards(
 
 @settings(deadline=None)
 @given(worlds())
-def test_runs_are_the_real_elements_in_order(
+def test_unpadded_runs_are_in_order(
     world: tuple[tuple[LogicalParam, ...], dict[str, int]],
 ) -> None:
     for placement in placements(*world):
@@ -134,7 +134,7 @@ def test_the_shards_of_a_buffer_are_equal_and_cover_it(world: tuple[tuple[Logica
 
 @settings(deadline=None)
 @given(worlds())
-def test_ranges_of_decay_say_what_each_element_of_a_shard_is(
+def test_decay_ranges_cover_each_element_of_a_shard(
     world: tuple[tuple[LogicalParam, ...], dict[str, int]],
 ) -> None:
     entries, sizes = world
@@ -179,7 +179,7 @@ def test_a_part_may_be_all_padding() -> None:
     assert list(piece.unpadded_runs()) == []
 
 
-def test_of_copies_the_first_owns() -> None:
+def test_the_first_replica_owns() -> None:
     heads = entry("k", 4, cuts=(DimSplit(axis="tp", dim=0, num_parts=2, num_copies=2),))
     assert [piece_of(heads, {"tp": tp}).is_owner for tp in range(4)] == [True, False, True, False]
     assert [piece_of(entry("norm", 4), {"tp": tp}).is_owner for tp in range(4)] == [True, False, False, False]
@@ -205,7 +205,7 @@ def tied(*names: str) -> LogicalParam:
     return LogicalParam(name=names[0], names=names, shape=(2, 2))
 
 
-def test_entries_go_to_the_unit_of_the_module_that_holds_them() -> None:
+def test_params_join_the_group_of_their_module() -> None:
     entries = [entry("embed.weight", 2), entry("blocks.1.w", 2), entry("blocks.10.w", 2), entry("blocks.1.b", 2)]
     units = group_params(entries, dict.fromkeys(["blocks.1", "blocks.10"], False), 2)
     assert {unit.name: [e.name for e in unit.params] for unit in units} == {
@@ -216,13 +216,13 @@ def test_entries_go_to_the_unit_of_the_module_that_holds_them() -> None:
     assert all(unit.num_shards == 2 for unit in units)
 
 
-def test_weights_tied_across_units_go_to_the_root() -> None:
+def test_weights_tied_across_groups_join_the_root() -> None:
     entries = [tied("embed.weight", "head.weight"), tied("a.w", "b.w"), tied("a.x", "a.y")]
     units = group_params(entries, dict.fromkeys(["a", "b", "embed", "head"], False), 1)
     assert {unit.name: [e.name for e in unit.params] for unit in units} == {"": ["embed.weight", "a.w"], "a": ["a.x"]}
 
 
-def test_there_is_no_empty_unit_and_the_root_comes_first() -> None:
+def test_no_param_group_is_empty_and_the_root_is_first() -> None:
     units = group_params(
         [entry("b.w", 2), entry("a.w", 2), entry("c", 2)], dict.fromkeys(["a", "empty", "b"], False), 1
     )
@@ -230,7 +230,7 @@ def test_there_is_no_empty_unit_and_the_root_comes_first() -> None:
     assert [unit.name for unit in group_params([entry("a.w", 2)], dict.fromkeys(["a"], False), 1)] == ["a"]
 
 
-def test_the_root_is_kept_and_so_is_what_is_said_to_be() -> None:
+def test_the_root_group_and_chosen_groups_stay_unsharded() -> None:
     units = group_params([entry("embed.w", 2), entry("a.w", 2), entry("c", 2)], {"embed": True, "a": False}, 1)
     assert {unit.name: unit.stays_unsharded for unit in units} == {"": True, "embed": True, "a": False}
 

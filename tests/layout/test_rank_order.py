@@ -19,7 +19,7 @@ def test_heavy_activations_stay_in_a_node():
     assert order == ("dp", "pp")
 
 
-def test_hidden_gradients_make_room_for_the_pipeline():
+def test_overlapped_gradients_leave_the_fast_links_to_the_pipeline():
     traffic = StepTraffic(dp_bytes=10e9, pp_bytes=1e9, dp_overlap_s=1.0)
     assert choose_rank_order(Layout(dp=4, pp=2), TWO_NODES, traffic) == ("dp", "pp")
 
@@ -32,7 +32,7 @@ def test_seconds_by_hand():
     assert exposed_comm_s(Mesh(Layout(dp=4, pp=2), ("dp", "pp")), TWO_NODES, traffic) == pytest.approx(0.155 + 0.0025)
 
 
-def test_tensor_ranks_take_their_places_first():
+def test_tp_is_placed_before_pp_and_dp():
     # tp fills a node, so both axes leave it in either order: a tie keeps pp outside.
     assert choose_rank_order(Layout(dp=2, pp=2, tp=4), TWO_NODES, StepTraffic(dp_bytes=1, pp_bytes=9)) == ("pp", "dp")
     # With tp=2 two places are left per node, and the pipeline takes them.

@@ -36,13 +36,13 @@ def legal(fault):
     return [int(value) if value.isdigit() else value for value in fault.legal.split(", ")]
 
 
-def test_s12_more_tensor_ranks_than_heads():
+def test_error_of_more_tensor_ranks_than_heads():
     (fault,) = faults_of("tp=8", world=8, batch=8, model=TINY)
     assert (fault.key, fault.value, legal(fault)) == ("tp", "8", [1, 2, 4])
     assert "4 heads (llama-tiny)" in fault.message
 
 
-def test_s12_a_world_that_does_not_divide():
+def test_error_of_a_world_that_does_not_divide():
     (fault,) = faults_of("tp=4", world=6)
     assert (fault.key, fault.value, legal(fault)) == ("tp", "4", [1, 2, 3, 6])
     assert "world 6" in fault.message
@@ -50,18 +50,18 @@ def test_s12_a_world_that_does_not_divide():
     assert legal(fault) == [1, 2], "legal values satisfy the model too"
 
 
-def test_s12_a_batch_that_does_not_divide():
+def test_error_of_a_batch_that_does_not_divide():
     (fault,) = faults_of("dp=4", world=4, batch=10)
     assert (fault.key, fault.value, legal(fault)) == ("batch", "10", [8, 12])
 
 
-def test_s12_a_misspelt_key():
+def test_error_of_a_misspelt_key():
     (fault,) = faults_of("tensor_paralel=2", world=4, batch=8, model=TINY)
     assert fault.key == "tensor_paralel"
     assert fault.hint == 'did you mean "tp"?'
 
 
-def test_s12_several_at_once():
+def test_error_with_several_issues_at_once():
     faults = faults_of("dp=4,tensor_paralel=8,zero=5,shard=3", world=6, batch=10, model=TINY)
     assert [fault.key for fault in faults] == ["tensor_paralel", "zero", "tp", "batch", "shard", "tp"]
     for fault in faults:
@@ -123,7 +123,7 @@ def test_s12_several_at_once():
         ),
     ],
 )
-def test_one_broken_rule(text, facts, key, expected):
+def test_one_violated_rule(text, facts, key, expected):
     (fault,) = faults_of(text, **facts)
     assert (fault.key, legal(fault)) == (key, expected)
 
@@ -155,22 +155,22 @@ def test_one_broken_rule(text, facts, key, expected):
         "recompute=budget:4GiB,offload=optimizer+disk",
     ],
 )
-def test_layouts_without_a_fault(text):
+def test_valid_layouts(text):
     layout = check_layout(text, seq_len=32, model=TINY)
     assert rules.find_issues(layout, world=layout.world, batch=layout.batch, seq_len=32, model=TINY) == []
 
 
-def test_a_model_without_heads_asks_nothing_of_them():
+def test_a_model_without_heads_has_no_rules_about_heads():
     assert check_layout("tp=3,cp=2,cp_kind=ulysses,pp=5", model=Tiny(layers=0, heads=0, kv_heads=0, ffn=0)).tp == 3
 
 
-def test_a_finished_layout_reports_the_same_faults():
+def test_a_finished_layout_reports_the_same_issues():
     layout = Layout(dp=4, shard=3, tp=8)
     found = rules.find_issues(layout, world=32, batch=10, model=TINY)
     assert [fault.key for fault in found] == ["batch", "shard", "tp"]
 
 
-def test_a_rule_that_an_unreadable_value_could_meet_is_not_reported():
+def test_a_rule_that_an_unreadable_value_could_satisfy_is_not_reported():
     assert [fault.key for fault in faults_of("sp=1,tp=x")] == ["tp"]
     assert [fault.key for fault in faults_of("dp=4,tp=x", world=8)] == ["tp"]
     assert [fault.key for fault in faults_of("pp=3,tp=x", world=8)] == ["tp", "pp"], "no tp makes pp=3 fill 8 ranks"
@@ -186,7 +186,7 @@ DEGREES = st.integers(1, 12)
 
 @settings(deadline=None, max_examples=40)
 @given(st.fixed_dictionaries({}, optional=dict.fromkeys(["dp", "shard", "tp", "cp", "pp", "ep"], DEGREES)), DEGREES)
-def test_every_legal_value_repairs_its_fault(degrees, world):
+def test_every_legal_value_repairs_its_issue(degrees, world):
     facts = rules.LayoutConstraints(world=world, model=TINY)
     before = rules.find_violations(Layout.resolve(degrees, world=world), facts)
     faults = rules.explain_violations(degrees, facts)

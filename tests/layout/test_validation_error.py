@@ -10,7 +10,7 @@ from echelon.layout.aliases import ALIASES
 NAMES = [key.name for key in KEYS]
 
 
-def test_a_fault_is_one_line_with_everything_in_it():
+def test_an_issue_is_one_line_with_everything_in_it():
     fault = ValidationIssue(
         key="tp", value="8", message="does not divide 4 heads (llama-tiny)", legal="1, 2, 4", hint="or dp=8"
     )
@@ -19,7 +19,7 @@ def test_a_fault_is_one_line_with_everything_in_it():
     assert "\n" not in str(ValidationIssue(key="dp", value="1\n2", message="is not a legal value"))
 
 
-def test_an_error_lists_every_fault_and_survives_pickling():
+def test_an_error_lists_every_issue_and_survives_pickling():
     faults = [
         ValidationIssue(key="tp", value="x", message="is bad"),
         ValidationIssue(key="dp", value="y", message="is worse"),

@@ -40,7 +40,7 @@ def sums(layout: str, leave_out: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("leave_out", ["", "tp:all_reduce", "shard*tp:all_reduce", "tp:all_gather"])
-def test_every_axis_sums_over_its_own_ranks_and_only_the_one_left_out_does_not(pool: RankPool, leave_out: str) -> None:
+def test_every_axis_sums_over_its_ranks_and_a_dropped_one_does_not(pool: RankPool, leave_out: str) -> None:
     layout = "dp=2,tp=4,zero=1"
     mesh = Mesh(Layout.parse(layout))
     for rank, found in enumerate(pool.run(sums, 8, layout, leave_out)):
@@ -62,13 +62,13 @@ def moves(leave_out: str) -> tuple[Tensor, Tensor, Tensor]:
     return whole, part, place
 
 
-def test_parts_are_gathered_and_scattered_in_the_order_of_the_axis(pool: RankPool) -> None:
+def test_shards_are_gathered_and_scattered_in_the_order_of_the_axis(pool: RankPool) -> None:
     for rank, (whole, part, place) in enumerate(pool.run(moves, 3, "")):
         assert whole.tolist() == place.tolist() == [0, 1, 10, 11, 20, 21]
         assert part.tolist() == [6.0 * (2 * rank), 6.0 * (2 * rank + 1)]
 
 
-def test_left_out_a_rank_sees_only_itself(pool: RankPool) -> None:
+def test_a_dropped_collective_leaves_local_values(pool: RankPool) -> None:
     for rank, (whole, _, place) in enumerate(pool.run(moves, 3, "tp:all_gather")):
         expected = [0.0] * 6  # the same way every time, not what the memory held before
         expected[2 * rank : 2 * rank + 2] = [10.0 * rank, 10.0 * rank + 1]
@@ -86,12 +86,12 @@ def many() -> tuple[list[float], list[float]]:
     return buffer.tolist(), [view.sum().item() for view in views]
 
 
-def test_small_tensors_are_summed_together_in_place(pool: RankPool) -> None:
+def test_small_tensors_share_one_all_reduce(pool: RankPool) -> None:
     for rank, (buffer, _) in enumerate(pool.run(many, 2)):
         assert buffer == [1.0, 3.0, 2.0 + rank, 3.0 + rank, 9.0]
 
 
-def test_alone_every_collective_is_free() -> None:
+def test_on_one_rank_every_collective_is_a_no_op() -> None:
     """No process group is needed, nor asked for."""
     axes = MeshAxes(Mesh(Layout.parse("dp=1")), 0, NAMES)
     value, whole, part = torch.ones(2), torch.zeros(2), torch.ones(2)

@@ -94,7 +94,7 @@ def send_short_types(ranks: int) -> Counter[tuple[str, int]]:
     return Counter({(kind, size): n for (kind, _, size), n in counter.seen.items()})
 
 
-def test_what_is_sent(pool: RankPool) -> None:
+def test_bytes_sent_by_attention(pool: RankPool) -> None:
     """Keys and values twice around; gradients home once, of half of the keys where only these were seen."""
     size = 2 * LENGTH // 3 * 2 * KV_HEADS * HEAD_DIM
     for rank, sent in enumerate(pool.run(send_short_types, 3, 3)):
@@ -125,7 +125,7 @@ def kept_bytes(model: ModelConfig, text: str, length: int) -> int:
 
 
 @pytest.mark.parametrize("kind", ["ring", "gather", "ulysses"])
-def test_what_is_kept_falls_with_the_ranks(pool: RankPool, kind: str) -> None:
+def test_saved_memory_falls_with_cp(pool: RankPool, kind: str) -> None:
     model = replace(model_config.find_model("llama-tiny"), layers=2, kv_heads=4)
     length = 512
     one = pool.run(kept_bytes, 1, model, "dp=1", length)[0]
@@ -209,7 +209,7 @@ def own_batch(rows: int, seed: int) -> dict[str, Tensor]:
     return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
 
 
-def test_a_model_of_one_s_own_takes_part(pool: RankPool) -> None:
+def test_a_custom_model_uses_context_parallelism(pool: RankPool) -> None:
     from echelon.verification.verifier import verify
 
     layouts = "cp=2; cp=3,cp_kind=gather; cp=4,cp_kind=ulysses; dp=2,cp=2,zero=3"
@@ -217,7 +217,7 @@ def test_a_model_of_one_s_own_takes_part(pool: RankPool) -> None:
     assert report.passed, [verdict.trouble or verdict.first_difference for verdict in report.verdicts]
 
 
-def test_a_model_s_attention_may_be_full_without_a_word_in_its_configuration(pool: RankPool) -> None:
+def test_a_models_attention_may_be_full_without_a_config(pool: RankPool) -> None:
     """Padding is hidden from tokens that see all, whatever number a document has; positions are as on one device."""
     from echelon.verification.verifier import verify
 
@@ -267,7 +267,7 @@ def refuse_odd(what: str, text: str = "cp=2") -> str:
         ("", "cp=3,cp_kind=ulysses", "do not divide the 4 heads of an attention; use one of 1, 2, 4, or cp_kind=ring"),
     ],
 )
-def test_what_cannot_be_followed_is_refused(pool: RankPool, what: str, layout: str, words: str) -> None:
+def test_models_that_change_their_tokens_are_refused(pool: RankPool, what: str, layout: str, words: str) -> None:
     assert words in pool.run(refuse_odd, Layout.parse(layout).world, what, layout)[0]
 
 
@@ -277,7 +277,7 @@ def lay_out_operators() -> str:
     return str(caught.value)
 
 
-def test_operators_of_a_spread_attention_are_not_repeated_one_by_one(pool: RankPool) -> None:
+def test_context_parallel_attention_is_not_recomputed_by_op(pool: RankPool) -> None:
     assert "use recompute=full" in pool.run(lay_out_operators, 2)[0]
 
 
@@ -309,7 +309,7 @@ def refuse_inputs() -> list[str]:
     return said
 
 
-def test_inputs_that_cannot_be_cut_are_named(pool: RankPool) -> None:
+def test_inputs_that_cannot_be_sharded_are_named(pool: RankPool) -> None:
     said = pool.run(refuse_inputs, 2)[0]
     assert "every input must have the tokens of the sequence as its second dimension (tokens (1, 5), labels" in said[0]
     assert "no input called targets or labels is of whole numbers (words)" in said[1]
@@ -325,7 +325,7 @@ def what_comes_next(text: str, size: int) -> Tensor:
 
 
 @pytest.mark.parametrize("layout", ["cp=2", "cp=4,cp_kind=ulysses", "cp=2,pp=2", "tp=2,cp=2", "cp=2,zero=3"])
-def test_text_is_written_as_on_one_device(pool: RankPool, layout: str) -> None:
+def test_generation_equals_one_device(pool: RankPool, layout: str) -> None:
     for size in (1, 9):
         wanted = pool.run(what_comes_next, 1, "dp=1", size)[0]
         for found in pool.run(what_comes_next, Layout.parse(layout).world, layout, size):

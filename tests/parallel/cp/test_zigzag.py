@@ -33,7 +33,7 @@ def pairs(block: AttentionBlock, queries: list[int], keys: list[int]) -> set[tup
 
 
 @given(st.integers(1, 5), st.integers(1, 40), st.booleans())
-def test_blocks_are_what_the_mask_lets_through(ring: int, length: int, causal: bool) -> None:
+def test_blocks_cover_the_causal_mask(ring: int, length: int, causal: bool) -> None:
     """Around the ring, and of the whole sequence at once: each pair of tokens that may see each other, once."""
     order = ZigzagOrder(ring, 1, length)
     for mine in range(ring):
@@ -71,7 +71,7 @@ def test_the_busiest_rank_does_little_more_than_the_mean(ring: int, length: int)
 
 
 @pytest.mark.parametrize("ring", [2, 4, 8])
-def test_every_step_of_the_ring_is_as_long_for_everybody(ring: int) -> None:
+def test_every_step_of_the_ring_is_balanced_over_ranks(ring: int) -> None:
     order = ZigzagOrder(ring, 1, 4096)
     for step in range(1, ring):
         assert len({order.block(mine, (mine - step) % ring, causal=True).num_pairs for mine in range(ring)}) == 1

@@ -138,7 +138,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_step_is_that_of_plain_autograd(pool: RankPool, layout: str) -> None:
+def test_a_step_equals_plain_autograd(pool: RankPool, layout: str) -> None:
     world = Layout.parse(layout).world
     for lazy in (False, True):
         both = zip(pool.run(train, world, Plain, layout), pool.run(train, world, Direct, layout, lazy), strict=True)
@@ -151,7 +151,7 @@ def test_a_step_is_that_of_plain_autograd(pool: RankPool, layout: str) -> None:
             assert not all(places)
 
 
-def test_the_first_gradient_of_a_step_is_made_in_its_place() -> None:
+def test_the_first_gradient_of_a_step_is_written_into_the_buffer() -> None:
     _, _, places = train(Direct, "dp=1")
     head, last, twice, once, again = places[:5]
     assert (head, last, twice, once, again) == (True, False, True, True, False)
@@ -201,14 +201,14 @@ def wrapped(kind: type[Plain], layout: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("layout", ["dp=1", "dp=2", "dp=2,zero=3"])
-def test_in_a_loop_of_ones_own(pool: RankPool, layout: str) -> None:
+def test_in_a_user_loop(pool: RankPool, layout: str) -> None:
     world = Layout.parse(layout).world
     for plain, direct in zip(*(pool.run(wrapped, world, kind, layout) for kind in (Plain, Direct)), strict=True):
         for name, value in plain.items():
             torch.testing.assert_close(direct[name], value, rtol=1e-10, atol=1e-12)
 
 
-def test_a_model_with_homes_can_be_saved_and_copied() -> None:
+def test_a_model_with_grad_hooks_can_be_saved_and_copied() -> None:
     engine = Engine(nn.Sequential(nn.Linear(3, 2)), "")
     parameter = next(engine.model.parameters())
     assert parameter.home is not None

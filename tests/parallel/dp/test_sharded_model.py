@@ -255,7 +255,7 @@ UNITS: dict[str, tuple[str, ...]] = {
 
 @pytest.mark.parametrize("units", UNITS)
 @pytest.mark.parametrize("layout", ["dp=2,zero=1", "dp=2,zero=3", "dp=2,zero=3,recompute=full"])
-def test_any_modules_may_form_units(pool: RankPool, layout: str, units: str) -> None:
+def test_any_modules_may_form_param_groups(pool: RankPool, layout: str, units: str) -> None:
     check(pool, Net, layout, units=UNITS[units], prefetch=2)
 
 
@@ -269,7 +269,7 @@ def train_language(layout: str, units: tuple[str, ...]) -> list[float]:
     return [engine.step(case.batch(step, 4)).loss for step in range(STEPS)]
 
 
-def test_units_inside_a_recomputed_layer_are_whole_when_backward_reads_them(pool: RankPool) -> None:
+def test_groups_inside_a_recomputed_layer_are_unsharded_in_backward(pool: RankPool) -> None:
     inside = ("blocks.*.attn", "blocks.*.mlp")
     [expected] = pool.run(train_language, 1, "dp=1,microbatch=4", ())
     for losses in pool.run(train_language, 2, "dp=2,zero=3,microbatch=2,recompute=full", inside):

@@ -39,14 +39,14 @@ def test_the_layers_of_a_transformer_are_its_blocks() -> None:
     assert param_grouping.layer_names(model) == tuple(f"blocks.{i}" for i in range(4))
 
 
-def test_what_is_as_large_as_half_a_layer_is_a_unit() -> None:
+def test_a_module_of_half_a_layer_is_a_param_group() -> None:
     narrow = models.build(replace(LLAMA, vocab=257), "meta")
     wide = models.build(replace(LLAMA, vocab=4096), "meta")
     assert "embed" not in param_grouping.choose_param_groups(narrow)
     assert tuple(param_grouping.choose_param_groups(wide)) == ("embed", *(f"blocks.{i}" for i in range(4)), "head")
 
 
-def test_units_never_lie_inside_one_another() -> None:
+def test_param_groups_are_never_nested() -> None:
     model = Nested()
     for units in (
         param_grouping.choose_param_groups(model),
@@ -56,7 +56,7 @@ def test_units_never_lie_inside_one_another() -> None:
     assert tuple(param_grouping.choose_param_groups(model, ["towers.*"])) == ("towers.0", "towers.1")
 
 
-def test_a_model_without_layers_has_its_children_as_units() -> None:
+def test_a_model_without_layers_groups_its_children() -> None:
     class Plain(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -65,11 +65,11 @@ def test_a_model_without_layers_has_its_children_as_units() -> None:
     assert tuple(param_grouping.choose_param_groups(Plain())) == ("one", "two")
 
 
-def test_a_module_without_children_is_one_unit() -> None:
+def test_a_module_without_children_is_one_param_group() -> None:
     assert tuple(param_grouping.choose_param_groups(nn.Linear(3, 3))) == ()
 
 
-def test_units_come_in_the_order_of_the_model_whatever_the_order_of_patterns() -> None:
+def test_param_groups_follow_the_order_of_the_model() -> None:
     model = models.build(LLAMA, "meta")
     assert tuple(param_grouping.choose_param_groups(model, ["head", "blocks.2", "blocks.0*"])) == (
         "blocks.0",
@@ -85,7 +85,7 @@ def test_a_pattern_that_matches_nothing_is_refused() -> None:
         param_grouping.choose_param_groups(models.build(LLAMA, "meta"), ["block.*", "tail", "head"])
 
 
-def test_a_list_of_modules_is_refused_as_a_unit() -> None:
+def test_a_list_of_modules_is_refused_as_a_param_group() -> None:
     """It has no forward, so nothing would ever gather its parameters."""
     with pytest.raises(ValueError, match=r"a list of modules is never called.*\(blocks\); use blocks\.\*"):
         param_grouping.choose_param_groups(models.build(LLAMA, "meta"), ["blocks"])
@@ -188,13 +188,13 @@ def test_bytes_held_between_steps(layout: str) -> None:
     assert held == {**BYTES[layout], "versions": 0}
 
 
-def test_one_type_for_both_needs_no_second_copy() -> None:
+def test_master_weights_of_the_compute_dtype_need_no_copy() -> None:
     policy = zero.sharding_policy(Layout.parse("dp=2,zero=1"))
     held = dp_cost.state_bytes(units(2), policy, compute_bytes=4, master_bytes=4, moments=0)
     assert held == {"parameters": 136, "master": 0, "gradients": 136, "optimizer": 0, "versions": 0}
 
 
-def test_what_is_frozen_has_no_moments() -> None:
+def test_frozen_params_have_no_moments() -> None:
     policy = zero.sharding_policy(Layout.parse("dp=2"))
     held = dp_cost.state_bytes(units(1, frozen=True), policy, compute_bytes=4, master_bytes=4, moments=2)
     assert held["optimizer"] == 2 * 4 * (4 + 3 + 3)

@@ -21,7 +21,7 @@ def tables(draw: st.DrawFn) -> tuple[Tensor, int, int]:
 
 @settings(deadline=None, max_examples=60)
 @given(tables())
-def test_rounds_take_every_row_once_and_stay_below_the_limit(case: tuple[Tensor, int, int]) -> None:
+def test_chunks_take_every_token_once_and_stay_below_the_limit(case: tuple[Tensor, int, int]) -> None:
     table, etp, limit = case
     ranks = len(table)
     rounds = num_chunks(table, etp, limit)
@@ -35,7 +35,7 @@ def test_rounds_take_every_row_once_and_stay_below_the_limit(case: tuple[Tensor,
         assert all(int(part.all_to_all.expert_ends[-1]) <= max(limit, ranks) for part in parts)
 
 
-def test_one_round_where_there_is_room() -> None:
+def test_one_chunk_below_the_limit() -> None:
     table = torch.tensor([[3, 1], [2, 4]])
     assert max_received_tokens(table, 1) == 5
     assert num_chunks(table, 1, 5) == 1

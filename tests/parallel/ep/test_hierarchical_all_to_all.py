@@ -37,7 +37,7 @@ def test_a_token_crosses_to_a_node_once() -> None:
     assert set(listed) == pairs
 
 
-def test_tables_follow_from_everyones_counts() -> None:
+def test_token_counts_follow_from_all_ranks_counts() -> None:
     """What a rank hands on inside its node is what all ranks of its place sent there."""
     counts, to_nodes = [], []
     for rank in range(NODES * INNER):

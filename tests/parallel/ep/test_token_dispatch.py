@@ -67,7 +67,7 @@ def stated(rows: float, k: int = 1) -> float:
     return 4 * (here + home + weights)
 
 
-def test_one_expert_that_gets_every_token_stays_below_the_ceiling(pool: RankPool) -> None:
+def test_one_expert_that_gets_every_token_stays_below_the_limit(pool: RankPool) -> None:
     found = pool.run(peak, 4, MAX_LOAD_FACTOR, True)
     for size, rows, limit in found:
         assert limit == MAX_LOAD_FACTOR * TOKENS
@@ -77,7 +77,7 @@ def test_one_expert_that_gets_every_token_stays_below_the_ceiling(pool: RankPool
     assert max(size for size, _, _ in found) > 0.8 * stated(MAX_LOAD_FACTOR * TOKENS)
 
 
-def test_without_a_ceiling_the_same_takes_more(pool: RankPool) -> None:
+def test_without_a_limit_the_same_load_takes_more_memory(pool: RankPool) -> None:
     found = pool.run(peak, 4, 1e6, True)
     assert max(rows for _, rows, _ in found) == 4 * TOKENS
     assert max(size for size, _, _ in found) > 1.1 * stated(MAX_LOAD_FACTOR * TOKENS)
@@ -95,7 +95,7 @@ def rows_by_nodes(layout: str) -> tuple[int, int]:
     return living.peak, mixture.dispatcher.max_tokens_at_once(mixture, TOKENS)
 
 
-def test_two_hops_hold_rows_of_their_own_node_alone(pool: RankPool) -> None:
+def test_hierarchical_all_to_all_holds_tokens_of_its_node_alone(pool: RankPool) -> None:
     """They held one for every expert of a token, wherever it was: as many times too many as there are nodes."""
     straight, hops = (pool.run(rows_by_nodes, 8, f"dp=8,ep=8{inner}") for inner in ("", ",ep_inner=2"))
     assert max(size for size, _ in hops) < 1.5 * max(size for size, _ in straight)
@@ -111,7 +111,7 @@ def uneven(layout: str) -> float:
     return float(y.detach().abs().sum())
 
 
-def test_ranks_with_few_tokens_agree_with_the_others_on_rounds(pool: RankPool) -> None:
+def test_ranks_with_few_tokens_use_the_same_number_of_chunks(pool: RankPool) -> None:
     """They did not: each had a limit of its own."""
     assert all(value > 0 for value in pool.run(uneven, 4, LAYOUT))
 
@@ -165,7 +165,7 @@ def order_of_events(layout: str) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", ["dp=2,ep=2", "dp=4,ep=4,ep_inner=2"])
-def test_messages_run_beside_the_shared_expert(pool: RankPool, layout: str) -> None:
+def test_all_to_alls_overlap_the_shared_expert(pool: RankPool, layout: str) -> None:
     """In forward the first message, in backward the last."""
     near = ["begin", "end"] * (2 if "inner" in layout else 0)
     forward = ["begin", "shared", "end", *near, "begin", "end"]

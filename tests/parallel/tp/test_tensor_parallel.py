@@ -54,7 +54,7 @@ def test_patterns_name_modules() -> None:
     assert tensor_parallel.match_roles(Model(), {"mlp.*": "column"}) == {"mlp.up": "column", "mlp.down": "column"}
 
 
-def test_a_later_pattern_has_the_last_word() -> None:
+def test_a_later_pattern_overrides_an_earlier_one() -> None:
     assert tensor_parallel.match_roles(Model(), {"mlp.*": "column", "mlp.down": "row"})["mlp.down"] == "row"
 
 
@@ -127,7 +127,7 @@ def test_sequence_parallelism_needs_an_embedding_to_begin_at() -> None:
         split(Model(), {"mlp": "region", "mlp.up": "column", "mlp.down": "row"}, 2, sp=True)
 
 
-def test_under_sequence_parallelism_what_lies_between_regions_is_summed() -> None:
+def test_under_sequence_parallelism_params_between_regions_have_partial_gradients() -> None:
     entries = split(Model(), TABLE, 2, sp=True)
     summed = {name for name, entry in entries.items() if entry.partial_grad_axes == ("tp",)}
     assert summed == {"norm.weight", "norm.bias", "mlp.down.bias"}
@@ -139,7 +139,7 @@ LLAMA = replace(model_config.find_model("llama-tiny"), layers=1)
 @pytest.mark.parametrize(
     ("tp", "parts", "copies"), [(2, 2, 1), (4, 2, 2)], ids=["two heads on two ranks", "two heads on four ranks"]
 )
-def test_kv_heads_are_copied_where_tp_is_a_multiple_of_them(tp: int, parts: int, copies: int) -> None:
+def test_kv_heads_are_replicated_if_tp_is_a_multiple_of_them(tp: int, parts: int, copies: int) -> None:
     model = models.build(LLAMA, "meta")
     entries = split(model, get_tp_split(model), tp)
     for word in ("k", "v"):
@@ -172,7 +172,7 @@ def test_every_matrix_of_our_models_is_divided(family: str) -> None:
     assert whole == (["positions.weight"] if family == "gpt-tiny" else [])
 
 
-def test_dropout_is_told_which_part_it_sees() -> None:
+def test_dropout_masks_follow_the_local_part() -> None:
     class Windowed(nn.Module):
         window: dict[int, tuple[int, int]] = {}  # noqa: RUF012
 

@@ -127,7 +127,7 @@ def scattered(length: int) -> tuple[Tensor, Tensor]:
     return x, tp_collectives.SequenceParallelBoundary(axis).leave(x.clone())
 
 
-def test_leaving_a_region_sums_over_ranks_and_pads_with_zeros(pool: RankPool) -> None:
+def test_leaving_a_region_reduces_and_pads_with_zeros(pool: RankPool) -> None:
     found = pool.run(scattered, 3, 7)
     total = sum(x for x, _ in found)
     padded = torch.cat([total, torch.zeros(BATCH, 2, WIDTH, dtype=torch.float64)], dim=1)
@@ -148,7 +148,7 @@ def whole_region() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_plain_region_sums_forward_where_it_ends_and_backward_where_it_begins(pool: RankPool, world: int) -> None:
+def test_without_sequence_parallelism_leave_reduces_forward_and_enter_backward(pool: RankPool, world: int) -> None:
     x, weight = numbers(BATCH, 3, WIDTH, seed=1), numbers(BATCH, 3, WIDTH, seed=2)
     factors = sum(rank + 2.0 for rank in range(world))
     for out, of_x, of_factor in pool.run(whole_region, world):

@@ -98,7 +98,7 @@ def whole_head(vocabulary: int, scale: float = 1.0) -> Outcome:
 @pytest.mark.parametrize("scale", [1.0, 1e3], ids=["plain", "large logits"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["sp=0", "sp=1"])
 @pytest.mark.parametrize(("world", "vocabulary"), SPLITS)
-def test_the_loss_and_its_gradients_are_those_of_the_whole(
+def test_the_vocab_parallel_loss_and_gradients_equal_one_device(
     pool: RankPool, world: int, vocabulary: int, sequence_parallel: bool, scale: float
 ) -> None:
     truth = whole_head(vocabulary, scale)
@@ -163,7 +163,7 @@ def embedding(vocabulary: int, sequence_parallel: bool) -> tuple[Tensor, Tensor]
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["sp=0", "sp=1"])
 @pytest.mark.parametrize(("world", "vocabulary"), SPLITS)
-def test_the_embedding_is_that_of_the_whole(
+def test_the_vocab_parallel_embedding_equals_one_device(
     pool: RankPool, world: int, vocabulary: int, sequence_parallel: bool
 ) -> None:
     weight = numbers(vocabulary, WIDTH, seed=1).requires_grad_()

@@ -127,14 +127,14 @@ def product(layout: str, sizes: tuple[int, int, int, tuple[int, ...]], *, leaves
 @pytest.mark.parametrize("leaves", [False, True], ids=["into a region", "out of it"])
 @pytest.mark.parametrize("sizes", [EVEN, ODD], ids=["even", "padded"])
 @pytest.mark.parametrize("name", LARGER)
-def test_a_product_is_that_of_the_whole(pool: RankPool, name: str, sizes: tuple[int, ...], leaves: bool) -> None:
+def test_a_grid_matmul_equals_one_device(pool: RankPool, name: str, sizes: tuple[int, ...], leaves: bool) -> None:
     layout = LARGER[name]
     for found in pool.run(product, Layout.parse(layout).world, layout, sizes, leaves=leaves, head=False):
         assert max(found.errors.values()) < 1e-12, found.errors
 
 
 @pytest.mark.parametrize("name", GRIDS)
-def test_a_product_moves_what_the_paper_says(pool: RankPool, name: str) -> None:
+def test_a_grid_matmul_moves_the_bytes_of_the_paper(pool: RankPool, name: str) -> None:
     """X of b s x h, W of h x k, on q x q x d ranks, or on p x p x p.
 
     Optimus and Tesseract: q broadcasts each of the blocks X/(d q^2) and W/q^2 forward. Backward, those of W and as many
@@ -157,7 +157,7 @@ def test_a_product_moves_what_the_paper_says(pool: RankPool, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LARGER)
-def test_a_head_is_that_of_the_whole(pool: RankPool, name: str) -> None:
+def test_a_grid_head_equals_one_device(pool: RankPool, name: str) -> None:
     layout = LARGER[name]
     for found in pool.run(product, Layout.parse(layout).world, layout, (5, 3, 7, (9,)), leaves=False, head=True):
         assert max(found.errors.values()) < 1e-12, found.errors
@@ -192,7 +192,7 @@ def look_up(layout: str, batch: int, size: int, width: int) -> dict[str, float]:
 
 @pytest.mark.parametrize(("batch", "size", "width"), [(4, 8, 4), (5, 257, 7), (1, 3, 5)])
 @pytest.mark.parametrize("name", LARGER)
-def test_a_look_up_is_that_of_the_whole(pool: RankPool, name: str, batch: int, size: int, width: int) -> None:
+def test_a_grid_lookup_equals_one_device(pool: RankPool, name: str, batch: int, size: int, width: int) -> None:
     layout = LARGER[name]
     for found in pool.run(look_up, Layout.parse(layout).world, layout, batch, size, width):
         assert max(found.values()) < 1e-12, found
@@ -215,7 +215,7 @@ def test_an_id_that_is_no_token_is_an_error(pool: RankPool, token: int) -> None:
     assert all(pool.run(wrong_id, 4, "tp=4,tp_kind=2d", token))
 
 
-def test_rows_that_do_not_divide_are_padded_at_the_end() -> None:
+def test_a_size_that_does_not_divide_is_padded_at_the_end() -> None:
     side = ActivationSharding(
         MeshAxis("rows", range(4), 2, None, frozenset()), MeshAxis("columns", range(1), 0, None, frozenset())
     )

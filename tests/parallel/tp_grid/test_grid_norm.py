@@ -72,7 +72,7 @@ def compare(kind: str, width: int, offset: float, recompute: bool) -> dict[str, 
 @pytest.mark.parametrize(
     ("width", "offset", "bound"), [(6, 0.0, 1e-12), (7, 0.0, 1e-12), (4, 0.0, 1e-12), (7, 1e6, 1e-7)]
 )
-def test_a_norm_is_that_of_all_columns(pool: RankPool, kind: str, width: int, offset: float, bound: float) -> None:
+def test_a_grid_norm_equals_one_device(pool: RankPool, kind: str, width: int, offset: float, bound: float) -> None:
     """Of three ranks the last has one real column of seven, and none of four. An offset of 1e6 leaves ten digits."""
     for found in pool.run(compare, 3, kind, width, offset, width == 7):
         assert {"out", "x"} <= found.keys()

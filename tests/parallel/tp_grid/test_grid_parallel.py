@@ -68,7 +68,7 @@ def test_on_a_square_weights_are_divided_over_both_axes_and_vectors_follow_the_c
     assert entries["blocks.0.norm1.weight"].partial_grad_axes == ("z*y",)
 
 
-def test_layers_of_squares_hold_copies_of_weights() -> None:
+def test_2_5d_replicates_weights_over_its_layers() -> None:
     model = models.build(tiny(layers=1), "meta")
     for name, entry in split(model, get_tp_split(model), GRIDS["2.5d"]).items():
         assert entry.partial_grad_axes == (("z*y",) if "norm" in name else ("z",)), name
@@ -91,7 +91,7 @@ def test_on_a_cube_outputs_are_divided_twice_and_x_and_y_change_places_inside_a_
 
 
 @pytest.mark.parametrize(("name", "axis"), [("2d", "x"), ("3d", "y")])
-def test_kv_heads_are_copied_where_the_side_is_a_multiple_of_them(name: str, axis: str) -> None:
+def test_kv_heads_are_replicated_if_the_grid_side_is_a_multiple_of_them(name: str, axis: str) -> None:
     model = models.build(tiny(layers=1, kv_heads=1), "meta")
     entry = split(model, get_tp_split(model), GRIDS[name])["blocks.0.attn.k.weight"]
     assert entry.splits[0] == cut(axis, 0, parts=1, copies=2)
@@ -161,7 +161,7 @@ TABLE = {
     ],
     ids=["forgotten", "unknown norm", "no linear", "no embedding", "no head", "dropout"],
 )
-def test_what_cannot_be_divided_is_refused_by_name(change: dict[str, str], words: list[str]) -> None:
+def test_modules_that_a_grid_cannot_divide_are_named(change: dict[str, str], words: list[str]) -> None:
     model = Model()
     with pytest.raises(ValueError, match=r"Model cannot be divided over a grid \(tp_kind=2d\).*or use tp_kind=1d") as e:
         split(model, {**TABLE, **change}, GRIDS["2d"])
@@ -193,7 +193,7 @@ def test_fp8_gemms_are_refused_on_a_grid() -> None:
     tp_strategy(layout).check_matmul_precision(layout, "fp8")
 
 
-def test_what_sequences_see_is_found_once_for_all_layers() -> None:
+def test_the_local_attention_context_is_computed_once_for_all_layers() -> None:
     model = models.build(tiny(layers=1), "meta")
     split(model, get_tp_split(model), GRIDS["2d"], rank=2)
     seen = AttentionContext(torch.arange(3 * 4).view(3, 4), torch.zeros(3, 4))
@@ -261,7 +261,7 @@ def _bytes(counter: CountCollectives) -> Counter[str]:
     return found
 
 
-def test_a_rank_holds_and_moves_what_the_papers_say(pool: RankPool) -> None:
+def test_a_rank_holds_and_moves_the_bytes_of_the_papers(pool: RankPool) -> None:
     """A block of width h with a feed-forward part of 4 h, on b sequences of s tokens.
 
     Weights: 1/q^2 of each matrix on a square and on its d layers, 1/p^3 on a cube. Activations: 1/(all ranks) of what
@@ -291,7 +291,7 @@ def test_a_rank_holds_and_moves_what_the_papers_say(pool: RankPool) -> None:
                 assert held.backward["broadcast"] == held.backward["reduce"] == moved
 
 
-def test_recompute_ops_keeps_less_and_moves_the_same(pool: RankPool) -> None:
+def test_recompute_ops_saves_less_and_communicates_the_same(pool: RankPool) -> None:
     whole, less = (pool.run(hold, 4, GRIDS["2d"], recompute)[0] for recompute in ("none", "ops"))
     assert less.saved < 0.8 * whole.saved
     assert (less.forward, less.backward) == (whole.forward, whole.backward)
@@ -314,7 +314,7 @@ def text_logits(layout: str) -> tuple[Tensor, float | None]:
 @pytest.mark.parametrize(
     "layout", [GRIDS["2d"], GRIDS["3d"], f"{GRIDS['2d']},pp=2,accumulate=1", f"dp=2,{GRIDS['2d']},zero=3"]
 )
-def test_text_and_evaluation_are_those_of_one_device(pool: RankPool, layout: str) -> None:
+def test_generation_and_evaluation_equal_one_device(pool: RankPool, layout: str) -> None:
     shape = tiny(dropout=0.1)
     model: Any = one_device(shape).eval()
     with torch.no_grad():
