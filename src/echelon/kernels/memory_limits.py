@@ -1,4 +1,7 @@
-"""Sizes of the kernels' buffers, which the planner counts too. No torch."""
+"""Sizes of the kernels' buffers. No torch.
+
+The planner counts the bytes that kernels allocate, so it uses the same sizes.
+"""
 
 from __future__ import annotations
 

@@ -54,10 +54,7 @@ def _loss_and_gradient(
             x = tl.load(logits_ptr + column, mask=mask, other=float("-inf"), eviction_policy="evict_first")
             gradient = tl.exp(x.to(tl.float32) - peak) * share - tl.where(column == target, 1.0, 0.0)
             tl.store(
-                logits_ptr + column,
-                gradient.to(logits_ptr.dtype.element_ty),
-                mask=mask,
-                eviction_policy="evict_first",
+                logits_ptr + column, gradient.to(logits_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first"
             )
 
 
