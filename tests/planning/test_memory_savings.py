@@ -85,7 +85,7 @@ def test_the_host_holds_full_master_weights(layout: str, needed: int) -> None:
 
     What a device saves was taken for what the host needs: a device has only the half of a master that its parameters
     leave out, and plans fitted that `train` refused."""
-    plan = plan_of(f"{layout},recompute=full", model="llama-1b", host=1.0)
+    plan = plan_of(f"{layout},recompute=full", model="llama-1b", host_share=1.0)
     parameters = plan.scenario.shape.parameters
     less = replace(plan.scenario.cluster, host_memory=int((needed - 1) * parameters))
     beyond = price(replace(plan.scenario, cluster=less)).memory.parts["beyond the host"]
@@ -117,7 +117,7 @@ def test_the_host_holds_full_master_weights(layout: str, needed: int) -> None:
 )
 def test_time_of_the_hosts_update(layout: str, rule: dict[str, str], seconds: float) -> None:
     """With many microbatches copies hide behind them, and what is left is the update, of bytes counted by hand."""
-    plan = plan_of(f"dp=1,{layout},recompute=full", model="llama-1b", host=1.0)
+    plan = plan_of(f"dp=1,{layout},recompute=full", model="llama-1b", host_share=1.0)
     asked = OptimizerConfig(**rule)  # type: ignore[arg-type]
     case = replace(plan.scenario, optimizer=asked, moment_bytes=cost.state_bytes_per_element(asked) / 2)
     away = price(case).times["offload"]
@@ -151,7 +151,7 @@ def test_lossy_compression_halves_saved_bytes_and_is_never_chosen() -> None:
 def test_techniques_that_train_refuses_are_not_listed() -> None:
     """Rules of whole matrices have no states on the host, and what is packed does not leave as it is."""
     plain = set(found_of(plan_of("dp=1,recompute=full")))
-    packed = set(found_of(plan_of("dp=1,recompute=full", thrift=MemoryOptions(compress="lossless+int8"))))
+    packed = set(found_of(plan_of("dp=1,recompute=full", memory_options=MemoryOptions(compress="lossless+int8"))))
     assert {"offload=activations", "recompute=ops"} <= plain - packed
     factored = set(found_of(plan_of("dp=1,recompute=full", optimizer=DefaultRule(name="adafactor"))))
     assert {"offload=optimizer", "offload=params", "optimizer.states=int8"} <= plain - factored
@@ -184,7 +184,7 @@ def test_offload_is_not_chosen_for_incompatible_optimizers() -> None:
 def test_a_buffer_bounds_what_is_gathered() -> None:
     layout = "dp=8,zero=3,recompute=full"
     whole = plan_of(layout, devices="8xh100")
-    cut = plan_of(layout, devices="8xh100", thrift=MemoryOptions(buffer=64 << 20))
+    cut = plan_of(layout, devices="8xh100", memory_options=MemoryOptions(buffer=64 << 20))
     assert cut.memory.parts["buffers"] < 0.6 * whole.memory.parts["buffers"]
     assert cut.times["dp"] >= whole.times.get("dp", 0)  # modules of a layer that is repeated are gathered once more
 
