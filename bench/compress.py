@@ -142,8 +142,8 @@ def timed(problem: Problem, kind: str) -> dict[str, float]:
         (ours, our_loss), (peer, peer_loss) = found[kind], found[compression_cost.NONE]
         if index >= 0:
             pairs.append(Pair(ours=ours, peer=peer, our_loss=our_loss, peer_loss=peer_loss))
-    told = asdict(summary(pairs))
-    return {key: told[key] for key in ("ratio", "low", "high", "ours_s", "peer_s")}
+    values = asdict(summary(pairs))
+    return {key: values[key] for key in ("ratio", "low", "high", "ours_s", "peer_s")}
 
 
 def peak(problem: Problem, kind: str) -> int:
@@ -230,12 +230,12 @@ def main() -> int:
             shown = row["losses"][:: max(1, wanted.curve // 8)]
             print(f"{row['compress']:14} loss {' '.join(f'{loss:.3f}' for loss in shown)}")
     given = {key: value for key, value in vars(wanted).items() if key != "out"}
-    told = json.dumps({"asked": given, "torch": torch.__version__, "on": name_of(problem.device), "rows": rows})
+    report = json.dumps({"asked": given, "torch": torch.__version__, "on": name_of(problem.device), "rows": rows})
     if wanted.out:
         with open(wanted.out, "w", encoding="utf-8") as file:
-            file.write(told + "\n")
+            file.write(report + "\n")
     else:
-        print(told)
+        print(report)
     return int(missed)
 
 

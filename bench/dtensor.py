@@ -58,7 +58,7 @@ class PlainBlock(nn.Module):
 
 
 def whole_plan() -> dict[str, ParallelStyle]:
-    """Between regions every rank holds the whole sequence."""
+    """Between tensor-parallel regions every rank holds the full sequence."""
     return {
         "embed": RowwiseParallel(input_layouts=Replicate()),
         "blocks.*.attn.q": ColwiseParallel(),

@@ -1,4 +1,4 @@
-"""Does a mixture learn more than a dense model of as many active parameters, and do balance losses balance?
+"""Does an MoE model learn more than a dense model of as many active parameters, and do balance losses balance?
 
     python bench/experts.py                                   on the demo's text
     python bench/experts.py --corpus FILE --json FILE         on a text or token file, with all curves

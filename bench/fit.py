@@ -1,4 +1,5 @@
-"""Fits the planner's constants (src/echelon/planning/calibrate/constants.py) to a table of published runs, or to steps of our own.
+"""Fits the planner's constants (src/echelon/planning/calibrate/constants.py) to a table
+of published runs, or to measured steps of Echelon.
 
     python bench/fit.py TABLE.csv                  prints the constants, to be pasted, and the errors
     python bench/fit.py TABLE.csv --leave-out      the errors on each source by constants that never saw it
@@ -99,7 +100,7 @@ def shown(title: str, found: dict[str, TimeErrors]) -> None:
 
 
 def fit_own(path: str) -> None:
-    """To steps of our own in the types that are told apart, each of which weighs the same."""
+    """Fit to measured steps of Echelon, in the precisions that the planner distinguishes, with equal weights."""
     steps = [step for step in planner_comparison.read_steps(path) if step.precision == step.scenario.precision]
     works, seconds = (
         stack_work([count_work(step.scenario) for step in steps]),
@@ -112,9 +113,8 @@ def fit_own(path: str) -> None:
     print("seconds over those measured, with the constants in force and with these")
     columns = step_times(works, before).total / seconds, step_times(works, found).total / seconds
     for step, old, new in zip(steps, *columns, strict=True):
-        print(
-            f"  {old:.3f} {new:.3f}  {step.scenario.shape.name}, {step.scenario.seq_len}, {step.precision}, {step.scenario.layout}"
-        )
+        scenario = step.scenario
+        print(f"  {old:.3f} {new:.3f}  {scenario.shape.name}, {scenario.seq_len}, {step.precision}, {scenario.layout}")
 
 
 def main() -> int:

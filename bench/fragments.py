@@ -1,4 +1,4 @@
-"""What an arena for kept inputs does to memory on a GPU: held by tensors, held by the allocator, and the holes between.
+"""An arena for checkpointed inputs on a GPU: memory of tensors, of the allocator, and the fragmentation between.
 
     python bench/fragments.py [--model llama-1b] [--layers N] [--batch 4] [--seq-len 4096] [--recompute full] [--json]
 

@@ -2,9 +2,9 @@
 
     python bench/goodput.py [--quick]
 
-Measured are the constants of src/echelon/planning/explain/failure_cost.py: how long training waits for a save beside its bytes, how
-long a small checkpoint takes to exist, what an index of all ranks' boxes takes to write and to read, and how long new
-processes take to their first step. Then `echelon plan llama-405b --goodput`, as anybody can ask it.
+It measures the constants of src/echelon/planning/explain/failure_cost.py: how long training waits for a save beside its
+bytes, how long a small checkpoint takes to exist, the time to write and read an index of all ranks' boxes, and the time
+of new processes to their first step. Then it runs `echelon plan llama-405b --goodput`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def index(writers: int) -> tuple[float, float, int]:
 
 
 def start(folder: Path) -> float:
-    """Seconds from the call of a run that goes on with two ranks to its first step."""
+    """Seconds from the start of a resumed run with two ranks to its first step."""
     common = [sys.executable, "-m", "echelon", "train", "--procs", "2", "--json"]
     settings = {"run": folder / "run", "steps": 4, "batch": 4, "checkpoint.every": 2, "eval.every": 0}
     given = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
@@ -107,7 +107,8 @@ def main() -> None:
     print(f"two ranks start and do a step     {started:.1f} s    (used: {failure_cost.START_S} s)")
     print(
         f"index of {boxes:,} boxes            {made:.1f} s written, {read:.1f} s read, {nbytes / 1e6:.0f} MB: "
-        f"{made / boxes:.1e} and {read / boxes:.1e} s a box (used: {failure_cost.WRITE_BOX_S} and {failure_cost.READ_BOX_S})"
+        f"{made / boxes:.1e} and {read / boxes:.1e} s a box "
+        f"(used: {failure_cost.WRITE_BOX_S} and {failure_cost.READ_BOX_S})"
     )
     command = ["plan", "llama-405b", "--cluster", "16384xh100", "--batch", "2048", "--seq-len", "8192", "--goodput"]
     fixed = ["--layout", "dp=32,tp=8,cp=2,pp=32,schedule=zb-v,accumulate=64", "--json"]

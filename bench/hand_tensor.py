@@ -164,7 +164,7 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def own(weight: Tensor, dim: int | None = None) -> nn.Parameter:
-    """This rank's slice of a whole weight, or all of it."""
+    """This rank's slice of a full weight, or all of it."""
     part = weight if dim is None else weight.chunk(dist.get_world_size(), dim)[dist.get_rank()]
     return nn.Parameter(part.detach().clone(memory_format=torch.contiguous_format))
 

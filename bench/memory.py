@@ -198,11 +198,11 @@ def rows_of(plan: Mapping[str, dict[str, str]], given: argparse.Namespace, conso
             row = Row(name=name, settings=settings, failed=f"{type(error).__name__}: {error}"[:2000], **nothing)
         gc.collect()
         torch.cuda.empty_cache()
-        console.print(told(row))
+        console.print(describe(row))
         yield row
 
 
-def told(row: Row) -> str:
+def describe(row: Row) -> str:
     if row.failed:
         return f"{row.name}: {row.failed}"
     time = f"{row.seconds:.3f} s (predicted {row.predicted_seconds:.3f})"

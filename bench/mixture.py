@@ -1,4 +1,4 @@
-"""A mixture layer on one GPU: forward and backward against dense products of the same FLOPs and a loop over experts.
+"""An MoE layer on one GPU: forward and backward against dense matmuls of the same FLOPs and a loop over experts.
 
     python bench/mixture.py
 
@@ -37,7 +37,7 @@ class Shape:
     loop_bar: float
     """how much faster than the loop it must be"""
     dense_bar: float
-    """which share of the dense products' rate it must reach"""
+    """the share of the dense matmuls' rate that it must reach"""
 
     @property
     def flops(self) -> float:
@@ -65,7 +65,7 @@ def loop(layer: MoELayer, x: Tensor) -> Tensor:
 
 
 def dense(shape: Shape, rows: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """The products alone, of all rows at once."""
+    """The matmuls alone, of all tokens at once."""
     h = rows @ up.t()
     return h[:, : shape.ffn] @ down.t()
 

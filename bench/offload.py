@@ -235,7 +235,7 @@ def floor(question: Question) -> float:
 
 
 def _compute(question: Question, shape: ModelConfig) -> float:
-    """Two microbatches after one that warms up, times so many as a step has."""
+    """Seconds of compute per step: of two microbatches after a warm-up, times half the microbatches of a step."""
     engine, device = question.engine(shape, "none"), question.options.device
     microbatches = list(engine.microbatches(question.batch()))
     for number in range(3):

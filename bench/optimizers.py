@@ -5,7 +5,7 @@
     python bench/optimizers.py --device cpu --layers 1 --width 64 --repeats 1          anywhere
 
 Every rule updates the same made-up model of matrices, in bfloat16, with gradients in bfloat16. `split` has a float32
-master in two halves, `alone` no master: weights are rounded by chance. Difference is the largest between weights after
+master in two halves, `alone` no master weights: stochastic rounding. Difference is the largest between weights after
 two steps with our kernels and with plain torch on the same device, over the largest weight. Torch's AdamW has float32
 weights and gradients. Exits with 1 where a kernel that is promised to agree bit for bit does not.
 """
@@ -93,8 +93,8 @@ def main() -> int:
             slow, wanted = measured(parallel, first, RULES[name], 0, plain=True)
             off = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, wanted, strict=True))
             wrong = wrong or (name in EXACT and off != 0.0)
-            told = f"{seconds * 1e3:>9.2f}{seconds / beside:>10.2f}{slow * 1e3:>10.2f}{off:>12.1e}"
-            print(f"{name:<18}{master:<8}{told}", flush=True)
+            figures = f"{seconds * 1e3:>9.2f}{seconds / beside:>10.2f}{slow * 1e3:>10.2f}{off:>12.1e}"
+            print(f"{name:<18}{master:<8}{figures}", flush=True)
             del found, wanted
             _release(device)
         del parallel, first, unit

@@ -1,14 +1,13 @@
-"""A chain whose links sleep as long as they are told, so that a pipeline of many ranks can be timed on few cores.
+"""A model whose layers sleep for given times, so that a pipeline of many ranks can be timed on few cores.
 
-[Note: where a link sleeps]
+[Note: where a layer sleeps]
 
     F    in its forward
-    I    when backward comes to its output, before the gradient of its input is made
-    W    when the gradient of its weight is delivered: the link applies its weight through a function that passes the
-         gradient on after a pause. So W is slept where the runtime makes the gradient, in B or in a W of its own, and
-         nothing of the runtime is replaced.
+    I    when backward reaches its output, before the input gradient is computed
+    W    when the weight gradient is accumulated: the layer applies its weight through a function that passes the
+         gradient after a pause. So W sleeps where the runtime computes the gradient, in B or in W
 
-A sleeping rank needs no core. What is measured is the order of actions, the messages and the cost of the runtime.
+A sleeping rank needs no core. This measures the order of actions, the transfers and the overhead of the runtime.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class _Pause(Function):
 
 
 class Sleeper(nn.Module):
-    """A link that sleeps. See the note at the top."""
+    """A layer that sleeps. See [Note: where a layer sleeps]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,21 +80,21 @@ class Sleeper(nn.Module):
 
 
 class Sleepers(nn.Module):
-    """As many links as there are stages. They are awake at first."""
+    """As many sleeping layers as stages, without pauses at first."""
 
-    def __init__(self, links: int):
+    def __init__(self, num_layers: int):
         super().__init__()
-        self.layers = nn.ModuleList(Sleeper() for _ in range(links))
+        self.layers = nn.ModuleList(Sleeper() for _ in range(num_layers))
 
     def set(self, pauses: Pauses) -> None:
         for layer in self.layers:
             layer.pauses = pauses
 
     def forward(self, x: Tensor) -> tuple[Tensor, int]:
-        carried: Any = None
+        hidden: Any = None
         for index in range(len(self.layers)):
-            carried = self._run(index, carried, None, x)
-        pair: tuple[Tensor, int] = carried
+            hidden = self._run(index, hidden, None, x)
+        pair: tuple[Tensor, int] = hidden
         return pair
 
     def pipeline_model(self) -> PipelineModel:
@@ -105,8 +104,8 @@ class Sleepers(nn.Module):
             )
         )
 
-    def _run(self, index: int, carried: Tensor | None, _shared: None, x: Tensor) -> Any:
-        out = self.layers[index](x if carried is None else carried)
+    def _run(self, index: int, hidden: Tensor | None, _shared: None, x: Tensor) -> Any:
+        out = self.layers[index](x if hidden is None else hidden)
         return (out.sum(), len(out)) if index == len(self.layers) - 1 else out
 
 

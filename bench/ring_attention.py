@@ -1,4 +1,4 @@
-"""What cutting attention into a ring costs, on one GPU, without the messages: all ranks' work, one after another.
+"""The overhead of ring attention on one GPU, without communication: all ranks' work, one after another.
 
     python bench/ring_attention.py --ranks 4 8
     python bench/ring_attention.py --ranks 8 --together 4
@@ -31,7 +31,7 @@ from echelon.kernels.attention import blockwise_attention
 HEADS, HEAD_DIM = 32, 128
 WARM_UP = 2
 AHEAD = 8192
-"""width of the products that the GPU begins with, so that the program is ahead of it as it is in training"""
+"""width of the matmuls that the GPU begins with, so that the program is ahead of it as it is in training"""
 BAR = 1.10
 TOLERANCE = 2e-2
 """of what is computed in bfloat16, relative to the largest"""
@@ -48,7 +48,7 @@ class Problem:
     causal: bool
 
     def inputs(self) -> tuple[Heads, Tensor]:
-        """As a model has them: heads of one product, and the gradient of what the heads make, token by token."""
+        """As a model has them: heads of one matmul, and the gradient of what the heads make, token by token."""
         widths = (HEADS, self.kv_heads, self.kv_heads)
         product = torch.randn(1, self.length, sum(widths), HEAD_DIM, device="cuda", dtype=torch.bfloat16)
         q, k, v = product.transpose(1, 2).split(widths, dim=1)
@@ -57,7 +57,7 @@ class Problem:
 
 
 class Whole:
-    """One call over the whole sequence."""
+    """One call over the full sequence."""
 
     def __init__(self, problem: Problem, heads: Heads, gradient: Tensor):
         self.causal, self.gradient = problem.causal, gradient
