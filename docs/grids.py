@@ -1,4 +1,4 @@
-"""What grids of tensor parallelism issue in a step of the docs' example model, for tables.py."""
+"""Collectives of tensor grids in a step of the docs' example model, for tables.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LAYOUTS = tuple(f"{text},microbatch=4" for text in ("tp=4,tp_kind=2d", "tp=8,tp_
 
 
 def costs(text: str, model: str, seq_len: int, element_bytes: int, loss_bytes: int) -> list[Collective]:
-    """All parts together, but for the sums of gradients once a step."""
+    """Return the collectives of all modules, without the once-a-step sums of partial gradients."""
     layout, shape = Layout.parse(text), models.find_model(model)
     width, ffn = shape.width, shape.ffn
     sizes = [*[(width, width, False)] * 3, (width, width, True), (width, ffn, False), (ffn, width, True)]  # q, k, v, o

@@ -344,7 +344,7 @@ def fewest_bytes() -> str:
 
 
 def context_kinds() -> str:
-    head = ("layout", "messages of a layer", "beside attention", "sent, a token and layer", "room")
+    head = ("layout", "collectives of a layer", "overlapped", "sent, a token and layer", "buffers")
     return markdown(head, traffic.kinds())
 
 

@@ -1,4 +1,4 @@
-"""What the planner says that each technique would save: for tables.py."""
+"""Memory that each technique saves, by the planner: for tables.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank sends for one layer, by the strategies' own cost functions: for tables.py and for the pictures.
+"""Bytes that a rank sends for one layer, from the strategies' cost functions: for tables.py and for the pictures.
 
 Forward and backward of one layer in bfloat16, bytes that pass a rank's link.
 """
@@ -24,13 +24,13 @@ from echelon.planning.scenario import PlanRequest, Scenario
 from echelon.planning.search.layout_search import search_plans
 
 SIZE, LOSS = 2, 4
-"""bytes of an activation, and of statistics of norms"""
+"""bytes of an activation, and of norm statistics"""
 CONTEXT_MODEL, LENGTH = "llama-8b", 131072
 GRID_MODEL, SEQUENCES, GRID_LENGTH, DEPTH = "llama-70b", 64, 4096, 4
 
 
 def context_collectives(layout: Layout, seq_len: int) -> list[Collective]:
-    """Of one sequence."""
+    """Return the collectives of one sequence."""
     (layer, _), *_ = resolve_shape(CONTEXT_MODEL).layers
     attention = layer.attention
     assert attention is not None
@@ -43,13 +43,13 @@ def context_collectives(layout: Layout, seq_len: int) -> list[Collective]:
 
 
 def context_bytes(layout: Layout, seq_len: int, *, hidden: bool) -> float:
-    """With what runs beside attention, or without."""
+    """Return the bytes sent, with or without those that attention overlaps."""
     sizes = {"ulysses": layout.ulysses, "ring": layout.cp // layout.ulysses, "cp": layout.cp}
     return _wire((item for item in context_collectives(layout, seq_len) if hidden or not item.overlapped), sizes)
 
 
 def tensor_bytes(layout: Layout, seq_len: int) -> float:
-    """Of a microbatch of so long sequences."""
+    """Return the bytes sent for a microbatch of sequences of this length."""
     (layer, _), *_ = resolve_shape(GRID_MODEL).layers
     width = resolve_shape(GRID_MODEL).width
     if layout.tp_kind == "1d":
@@ -113,7 +113,7 @@ KINDS = ("cp=8", "cp=8,cp_kind=gather", "cp=8,cp_kind=ulysses", "cp=8,cp_kind=ri
 
 
 def kinds() -> list[tuple[str, ...]]:
-    """(layout, messages of a layer, share that is hidden, bytes a token and layer, room in bytes) on 8 ranks."""
+    """(layout, collectives of a layer, overlapped share, bytes a token and layer, buffer bytes) on 8 ranks."""
     rows = []
     for text in KINDS:
         layout = Layout.parse(text)
@@ -141,7 +141,7 @@ _WORDS = {"send": "sends", "all_gather": "all-gathers", "reduce_scatter": "reduc
 
 
 def reasons() -> list[str]:
-    """What the planner says of the kinds for a long sequence."""
+    """The planner's reasons for a kind, for a long sequence."""
     wish = PlanRequest(
         shape=resolve_shape(CONTEXT_MODEL), cluster=clusters.parse_cluster("64xh100"), batch=64, seq_len=LENGTH
     )
