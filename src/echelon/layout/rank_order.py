@@ -1,9 +1,9 @@
-"""Rank placement by link speed: which of pp and dp lies outside the other.
+"""Rank placement by link speed: which of pp and dp is the outer mesh axis.
 
 [Note: what the order changes]
 
-tp and cp are always innermost. What is left is one question: do neighbouring ranks hold the replicas of one stage, or
-the stages of one replica? Two nodes of four devices, dp=4,pp=2:
+tp and cp are always innermost. One choice remains: neighbouring ranks hold the replicas of one stage, or the stages of
+one replica. Two nodes of four devices, dp=4,pp=2:
 
     order=("pp", "dp"): dp stays in a node             order=("dp", "pp"): stages stay in a node
 
@@ -14,7 +14,8 @@ the stages of one replica? Two nodes of four devices, dp=4,pp=2:
       gradients: fast links                              gradients: slow links
       activations between stages: slow links             activations between stages: fast links
 
-The better order is the one whose bytes, over the slowest link they must cross, leave less time that nothing hides.
+The better order leaves less exposed communication over the slowest links its bytes cross. The planner predicts the
+traffic (planning/cost/rank_placement.py); `Mesh` takes the order.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from echelon.layout.mesh import Mesh, RankGroup
 
 @dataclass(frozen=True, kw_only=True)
 class LinkSpeeds:
-    """How fast devices reach each other."""
+    """Bandwidths between devices."""
 
     devices_per_node: int
     """ranks 0 to devices_per_node - 1 are on the first node, and so on"""
@@ -44,32 +45,32 @@ class LinkSpeeds:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTraffic:
-    """What one rank sends in a step on the two axes, and what it can do meanwhile."""
+    """Bytes that one rank sends in a step on the two axes, and the compute that overlaps them."""
 
     dp_bytes: float
     """bytes that a rank sends in its gradient and parameter collectives"""
     pp_bytes: float
     """bytes that a rank sends to its neighbouring stages"""
     dp_overlap_s: float = 0.0
-    """seconds of compute that run beside the dp collectives"""
+    """seconds of compute that overlap the dp collectives"""
     pp_overlap_s: float = 0.0
-    """seconds of compute that run beside the sends between stages"""
+    """seconds of compute that overlap the sends between stages"""
 
 
 def choose_rank_order(layout: Layout, links: LinkSpeeds, traffic: StepTraffic) -> tuple[str, str]:
-    """The order of pp and dp, outer first, with the smaller exposed time. A tie keeps pp outside.
+    """Return the order of pp and dp, outer first, with the smaller exposed time. A tie keeps pp outermost.
 
     See [Note: what the order changes]. The result is `Mesh`'s `order`.
     """
     if layout.dp == 1 or layout.pp == 1:
-        return ("pp", "dp")  # one of the two axes is not there: both orders are the same ranks
+        return ("pp", "dp")  # one axis has a single rank: both orders are equal
     pp_outside, dp_outside = Mesh(layout, ("pp", "dp")), Mesh(layout, ("dp", "pp"))
     better = exposed_comm_s(dp_outside, links, traffic) < exposed_comm_s(pp_outside, links, traffic)
     return dp_outside.order if better else pp_outside.order
 
 
 def exposed_comm_s(mesh: Mesh, links: LinkSpeeds, traffic: StepTraffic) -> float:
-    """Seconds of a step that dp and pp messages take and no compute hides, in this order of ranks."""
+    """Return the seconds of dp and pp communication in a step that no compute overlaps, in this order of ranks."""
     exposed = 0.0
     if mesh.layout.dp > 1:
         speed = min(_collective_speed(group, links) for group in mesh.groups("dp"))
@@ -81,7 +82,7 @@ def exposed_comm_s(mesh: Mesh, links: LinkSpeeds, traffic: StepTraffic) -> float
 
 
 def _collective_speed(group: RankGroup, links: LinkSpeeds) -> float:
-    """Bytes per second of a rank in a collective. Members on one node share the work of leaving it."""
+    """Return the bytes per second of a rank in a collective. Members on one node share its links to other nodes."""
     on_node = Counter(rank // links.devices_per_node for rank in group)
     if len(on_node) == 1:
         return links.intra_node
@@ -89,6 +90,6 @@ def _collective_speed(group: RankGroup, links: LinkSpeeds) -> float:
 
 
 def _p2p_speed(group: RankGroup, links: LinkSpeeds) -> float:
-    """Bytes per second of the slowest hop: in a steady pipeline every stage waits for it."""
+    """Return the bytes per second of the slowest hop: in steady state every stage waits for it."""
     nodes = [rank // links.devices_per_node for rank in group]
     return links.intra_node if len(set(nodes)) == 1 else min(links.intra_node, links.inter_node)

@@ -1,1 +1,1 @@
-"""comm: see the modules."""
+"""Communication: mesh axes as process groups, and all collectives."""

@@ -1,1 +1,1 @@
-"""cp: see the modules."""
+"""Context parallelism: ring, all-gather and Ulysses attention over sharded sequences."""

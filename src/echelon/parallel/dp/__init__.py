@@ -1,1 +1,1 @@
-"""dp: see the modules."""
+"""Data parallelism: replication, ZeRO and FSDP sharding, master weights, gradient reduction, offload."""

@@ -1,1 +1,1 @@
-"""ep: see the modules."""
+"""Expert parallelism: token dispatch to experts on other ranks."""

@@ -1,1 +1,1 @@
-"""tp: see the modules."""
+"""Tensor and sequence parallelism in one dimension, after Megatron-LM."""
