@@ -1,4 +1,4 @@
-"""What the code says of gates and mixtures of experts: for tables.py and for the pictures."""
+"""Tables of gates and MoE models for docs/experts.md and the pictures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOLD: dict[str, tuple[str, str, str]] = {
     "noisy-top-k": (
         "Shazeer and others 2017",
         "the k best logits, with learned noise in training; weights: their softmax",
-        "{w_importance}·CV(weights)² + {w_load}·CV(chances to be chosen)², over experts",
+        "{w_importance}·CV(weights)² + {w_load}·CV(selection probabilities)², over experts",
     ),
     "hierarchical": (
         "the same, appendix B",
@@ -35,7 +35,7 @@ TOLD: dict[str, tuple[str, str, str]] = {
     ),
     "gshard": (
         "GShard, Lepikhin and others 2020",
-        "the two best of a softmax; the second by chance, as its weight says",
+        "the two best of a softmax; the second with a probability of twice its weight",
         "{balance}/E · sum of f·P, of first choices",
     ),
     "switch": (
@@ -122,17 +122,17 @@ def mixtures() -> Table:
 
 def _mixtures() -> Iterator[tuple[str, ...]]:
     for name, shape in model_config.SIZES.items():
-        mixture = shape.moe
-        if mixture is None:
+        moe = shape.moe
+        if moe is None:
             continue
-        shared = f" + {mixture.shared_ffn:,} shared" if mixture.shared_ffn else ""
+        shared = f" + {moe.shared_ffn:,} shared" if moe.shared_ffn else ""
         active = shape.parameters - shape.idle_parameters
         yield (
             f"`{name}`",
             f"{shape.num_moe_layers} of {shape.layers}",
-            f"{mixture.k:g} of {mixture.experts}",
-            f"{mixture.ffn:,}{shared}",
-            f"`{mixture.gate}`",
+            f"{moe.k:g} of {moe.experts}",
+            f"{moe.ffn:,}{shared}",
+            f"`{moe.gate}`",
             _count(shape.parameters),
             _count(active),
             _their_type(shape),
@@ -154,7 +154,7 @@ def _count(parameters: int) -> str:
 
 
 def their_names() -> Table:
-    """Our names of a mixture's parameters, and transformers'."""
+    """Our names of the parameters of an MoE layer, and transformers'."""
     return ("ours", "Mixtral", "Qwen3-MoE", "DeepSeek-V3"), _their_names()
 
 

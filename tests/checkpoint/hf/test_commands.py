@@ -41,7 +41,7 @@ def test_out_and_in(tmp_path: Path) -> None:
             "dtype=int8 is not a supported dtype; legal: keep, float64",
         ),
         (["export", "llama-tiny", "out", "--shard-size", "5"], "shard-size=5 is not a valid file size"),
-        (["import", "nowhere", "out"], "the model's config cannot be read .*nowhere"),
+        (["import", "nowhere", "out"], "model=nowhere cannot be read"),
     ],
 )
 def test_faults(words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

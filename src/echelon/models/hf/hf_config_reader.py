@@ -91,7 +91,7 @@ def read_hf_config(path: Path) -> SavedModel:
 
 def _load(path: Path) -> tuple[Mapping[str, Any], str]:
     """The keys of a config.json, and the model's name."""
-    file = (path / CONFIG_FILE if path.is_dir() else path).resolve()
+    file = path if path.suffix == ".json" else path / CONFIG_FILE
     try:
         given = json.loads(file.read_text(encoding="utf-8"))
         problem = "" if isinstance(given, dict) else "does not hold a JSON object"
@@ -100,7 +100,7 @@ def _load(path: Path) -> tuple[Mapping[str, Any], str]:
     if problem:
         issue = ValidationIssue(key="model", value=str(path), message=problem, legal=f"a Hugging Face {CONFIG_FILE}")
         raise ValidationError([issue])
-    return given, file.parent.name if file.name == CONFIG_FILE else file.stem
+    return given, file.resolve().parent.name if file.name == CONFIG_FILE else file.stem
 
 
 def parse_hf_spec(given: Mapping[str, Any], name: str) -> ModelSpec:
