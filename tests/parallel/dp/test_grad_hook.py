@@ -43,7 +43,7 @@ class _Beside(Function):
             places.append(place is not None)
             return dy.t() @ x if place is None else torch.mm(dy.t(), x, out=place)
 
-        home: Any = ctx.weights[0].home
+        home: Any = ctx.weights[0].grad_hook
         home.receive(ctx.weights, product)
         return dy @ torch.cat(ctx.weights), *(None for _ in ctx.weights)
 
@@ -161,11 +161,11 @@ def test_versions_grow_when_values_change() -> None:
     engine = Engine(
         build(Direct), "dp=1", RULE, options=ParallelOptions(compute_dtype=torch.float64, master_dtype=torch.float64)
     )
-    home = engine.model.embed.weight.home
+    home = engine.model.embed.weight.grad_hook
     before = home.version
     engine.step(batch(0))
     assert home.version > before
-    assert not hasattr(engine.model.blocks[2].k.weight, "home"), "what is frozen has no gradient to bring home"
+    assert not hasattr(engine.model.blocks[2].k.weight, "grad_hook"), "a frozen parameter has no gradient hook"
 
 
 def test_a_model_outlives_its_engine() -> None:
@@ -185,7 +185,7 @@ def test_a_model_outlives_its_engine() -> None:
     for (name, found), (_, wanted) in zip(model.named_parameters(), other.named_parameters(), strict=True):
         if wanted.requires_grad:
             torch.testing.assert_close(found.grad, wanted.grad, msg=name)
-    assert model.embed.weight.home.version == -1
+    assert model.embed.weight.grad_hook.version == -1
 
 
 def wrapped(kind: type[Plain], layout: str) -> dict[str, Tensor]:
@@ -211,8 +211,8 @@ def test_in_a_user_loop(pool: RankPool, layout: str) -> None:
 def test_a_model_with_grad_hooks_can_be_saved_and_copied() -> None:
     engine = Engine(nn.Sequential(nn.Linear(3, 2)), "")
     parameter = next(engine.model.parameters())
-    assert parameter.home is not None
+    assert parameter.grad_hook is not None
     again = pickle.loads(pickle.dumps(parameter))
     assert torch.equal(again, parameter)
-    assert getattr(again, "home", None) is None
-    assert getattr(next(copy.deepcopy(engine.model).parameters()), "home", None) is None
+    assert getattr(again, "grad_hook", None) is None
+    assert getattr(next(copy.deepcopy(engine.model).parameters()), "grad_hook", None) is None

@@ -23,7 +23,7 @@ ComputeGradient = Callable[[Tensor | None], Tensor]
 """computes a gradient into the given tensor, or into a new one"""
 SavedTensors = tuple[Tensor, ...]
 GradBufferLike = Any
-"""the hook that a parameter carries as `home`: receives gradients, and its `version` grows with every weight update;
+"""the hook that a parameter carries as `grad_hook`: receives gradients, and its `version` grows with every weight update;
 None where a parameter has none"""
 
 
@@ -123,7 +123,7 @@ def concat_view(matrices: Sequence[Tensor]) -> Tensor | None:
 
 def write_gradient(parameters: Sequence[Tensor], compute_gradient: ComputeGradient) -> list[Tensor | None]:
     """Write a gradient into the parameters' gradient buffer; without one, return each parameter's part to autograd."""
-    grad_buffer: GradBufferLike = getattr(parameters[0], "home", None)
+    grad_buffer: GradBufferLike = getattr(parameters[0], "grad_hook", None)
     if grad_buffer is not None:
         grad_buffer.receive(parameters, compute_gradient)
         return [None] * len(parameters)
@@ -145,7 +145,7 @@ class _FusedLinear(Function):
         metadata = tensor_metadata.read(x)
         flat = tensor_metadata.attach(x.reshape(-1, x.shape[-1]), metadata)
         ctx.weights, ctx.bias_sizes = parameters[:num_weights], [len(bias) for bias in parameters[num_weights:]]
-        ctx.grad_buffer = getattr(ctx.weights[0], "home", None)
+        ctx.grad_buffer = getattr(ctx.weights[0], "grad_hook", None)
         ctx.recompute, ctx.recomputable = metadata.recompute, metadata.recompute is not None
         y, saved = gemms.forward(flat, weight, bias, ctx.grad_buffer, recomputed=ctx.recomputable or not grad_enabled)
         ctx.save_for_backward(*saved)

@@ -1,4 +1,4 @@
-"""`ParamGradHook`: writes a parameter's gradient into its group's buffer; found from the parameter, `parameter.home`.
+"""`ParamGradHook`: writes a parameter's gradient into its group's buffer; a parameter holds it as `grad_hook`.
 
 [Note: two ways into the buffer]
 
@@ -43,7 +43,7 @@ class ParamGradHook:
 
     def attach(self, parameter: nn.Parameter) -> None:
         """Attach the hook to a parameter."""
-        parameter.home = self  # type: ignore[attr-defined]
+        parameter.grad_hook = self  # type: ignore[attr-defined]
         parameter.register_post_accumulate_grad_hook(self._on_autograd_grad)
 
     @property
@@ -61,7 +61,7 @@ class ParamGradHook:
         """
         group, place = self._group(), None
         if group is not None:
-            hooks = [getattr(parameter, "home", None) for parameter in parameters]
+            hooks = [getattr(parameter, "grad_hook", None) for parameter in parameters]
             entries = [hook.param for hook in hooks if hook is not None and hook._group() is group]
             place = group.grads.claim_view(entries) if len(entries) == len(hooks) else None
         if place is not None:
@@ -103,6 +103,6 @@ class ParamGradHook:
 
 
 def grad_hook_of(parameter: Tensor) -> ParamGradHook:
-    home = parameter.home  # type: ignore[attr-defined]
-    assert isinstance(home, ParamGradHook)
-    return home
+    hook = parameter.grad_hook  # type: ignore[attr-defined]
+    assert isinstance(hook, ParamGradHook)
+    return hook
