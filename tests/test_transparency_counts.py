@@ -206,7 +206,7 @@ def test_without_resharding_parameters_are_gathered_once_a_microbatch(pool: Rank
 @pytest.mark.parametrize("layout", ["dp=2,zero=3,tp=2", "dp=2"])
 def test_bytes_follow_the_type_of_elements(pool: RankPool, layout: str) -> None:
     single = check(pool, LLAMA, layout)[0].issued
-    double = check(pool, LLAMA, layout, compute=torch.float64, master=torch.float64)[0].issued
+    double = check(pool, LLAMA, layout, compute_dtype=torch.float64, master_dtype=torch.float64)[0].issued
     scalars = (8, 16)  # loss, count and norm are float64 always
     assert sorted(size for _, _, size in double if size not in scalars) == sorted(
         2 * size for _, _, size in single if size not in scalars
@@ -242,7 +242,7 @@ def hold(model: ModelConfig, text: str, rule: OptimizerConfig, run: bool, comput
     }
     held = [tensor for u in units for tensor in u.master.tensors()]
     masters = {(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in held}
-    tensors = [t for u in units for t in (u.grad, u.grad_buffer) if t is not None]
+    tensors = [t for u in units for t in (u.grad, u.grads.tensor) if t is not None]
     gradients = {(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in tensors}
     measured = {
         "parameters": sum(size for _, size in full),

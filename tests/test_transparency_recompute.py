@@ -152,7 +152,7 @@ def test_param_groups_are_split_to_a_constant_size(pool: RankPool, recompute: st
     expected, before, largest = pool.run(gathered, 2, layout, prefetch=0)[0]
     limit = LLAMA.width * LLAMA.ffn * 8
     assert largest > 5 * limit
-    for found, most, each in pool.run(gathered, 2, layout, prefetch=0, buffer=limit):
+    for found, most, each in pool.run(gathered, 2, layout, prefetch=0, max_group_bytes=limit):
         assert largest_error(found, expected) < 1e-12
         assert each <= limit
         assert most <= 2 * limit < before
@@ -161,5 +161,5 @@ def test_param_groups_are_split_to_a_constant_size(pool: RankPool, recompute: st
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_split_param_groups_are_gathered_as_counted(pool: RankPool, recompute: str) -> None:
     layout, limit = f"dp=2,zero=3,accumulate=2,recompute={recompute}", LLAMA.width * LLAMA.ffn * 4
-    check(pool, LLAMA, layout, buffer=limit)
-    check(pool, replace(GPT, dropout=0.0), layout, buffer=limit)
+    check(pool, LLAMA, layout, max_group_bytes=limit)
+    check(pool, replace(GPT, dropout=0.0), layout, max_group_bytes=limit)

@@ -156,8 +156,8 @@ def test_memory_options_without_effect_are_refused():
     given = ("memory.partition=true", "memory.arena=true", "memory.buffer=4")
     found = issues_of("layout=dp=1", *given)
     assert {name: issue.message for name, issue in found.items()} == {
-        "memory.partition": "has no effect with recompute=none, which keeps no inputs of layers to repeat them",
-        "memory.arena": "has no effect with recompute=none, which keeps no inputs of layers to repeat them",
+        "memory.partition": "has no effect with recompute=none, which saves no inputs of layers",
+        "memory.arena": "has no effect with recompute=none, which saves no inputs of layers",
         "memory.buffer": "has no effect with zero=0, where nothing is all-gathered",
     }
     assert "divided over tp already" in issues_of("layout=tp=2,recompute=full", given[0])["memory.partition"].message

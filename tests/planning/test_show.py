@@ -16,15 +16,18 @@ from rich.console import Console
 
 from echelon.draw import number_format
 from echelon.layout import Layout
+from echelon.models.model_spec import ModelSpec, MoESpec
 from echelon.planning.cluster import cluster
 from echelon.planning.cost.step_time import StepTimes
 from echelon.planning.model.transformer_shape import transformer_shape
 from echelon.planning.priced_plan import price
 from echelon.planning.scenario import Scenario
-from echelon.planning.show import plan_html, plan_labels, plans_text, step_svg
+from echelon.planning.show import plan_labels, plans_html, plans_text, step_svg
 from echelon.planning.show.plan_text import fold_layout, wrap_command
 
-SIZES = {"layers": 80, "width": 8192, "heads": 64, "kv_heads": 8, "ffn": 28672, "gated": True, "vocab": 128256}
+SPEC = ModelSpec(
+    name="llama-70b", layers=80, width=8192, heads=64, kv_heads=8, head_dim=128, ffn=28672, gated_mlp=True, vocab=128256
+)
 LAYOUTS = (
     "tp=8,pp=4,schedule=interleaved,vpp=5,accumulate=32",
     "tp=8,pp=4,accumulate=32",
@@ -37,8 +40,8 @@ REASONS = ("memory binds", "tp=4 would <b>not</b> fit & more")
 TITLE = "llama <70b> & 64 devices"
 
 
-def priced(text, world=64, precision="bf16", **shape):
-    shape = transformer_shape("llama-70b", **{**SIZES, **shape})
+def priced(text, world=64, precision="bf16", **sizes):
+    shape = transformer_shape(replace(SPEC, **sizes))
     layout = Layout.parse(text, world=world)
     nodes = cluster.parse_cluster(f"{world}xh100")
     return price(Scenario(shape=shape, cluster=nodes, layout=layout, seq_len=8192, precision=precision))
@@ -58,7 +61,7 @@ def command(plans):
 
 @pytest.fixture(scope="module")
 def written(plans):
-    return plan_html(plans, title=TITLE, command=command(plans), explanation=["memory binds", "one more GPU would do"])
+    return plans_html(plans, title=TITLE, command=command(plans), explanation=["memory binds", "one more GPU would do"])
 
 
 def printed(plans, width, **options):
@@ -72,7 +75,10 @@ def printed(plans, width, **options):
 
 def test_every_cause_and_category_has_a_word(plans):
     assert {field.name for field in fields(StepTimes)} <= plan_labels.CAUSES.keys()
-    mixture = priced("tp=2,pp=2,schedule=pipedream,accumulate=8", experts=8, top_k=2)
+    mixture = priced(
+        "tp=2,pp=2,schedule=pipedream,accumulate=8",
+        moe=MoESpec(experts=8, top_k=2, ffn=28672, gated=True, layers=(True,) * 80),
+    )
     for plan in [*plans, mixture, priced("zero=2,microbatch=2")]:
         assert plan.memory.parts.keys() <= plan_labels.CATEGORIES.keys()
     for table in (plan_labels.CAUSES, plan_labels.CATEGORIES):
@@ -84,7 +90,7 @@ def test_every_cause_and_category_has_a_word(plans):
 def test_bars_are_the_whole():
     parts = {"rest": 1.0, "products": 8.0, "of_tomorrow": 0.999, "update": 0.0004, "tp": 0.0006, "imbalance": -1e-17}
     found = plan_labels.labelled_bars(parts, plan_labels.CAUSES)
-    assert [bar.label.name for bar in found] == ["matrix products", "around the step", "of tomorrow"]
+    assert [bar.label.name for bar in found] == ["GEMMs", "around the step", "of tomorrow"]
     more = plan_labels.labelled_bars({**parts, "tp": 0.0049, "dp": 0.0049}, plan_labels.CAUSES)
     assert more[-1].label.name == "smaller parts"
     assert sum(bar.share for bar in more) == pytest.approx(1)
@@ -159,7 +165,7 @@ def test_without_a_plan():
     console = Console(file=io.StringIO(), width=80)
     console.print(plans_text([], width=80, explanation=["parameters alone take 90 GiB"]))
     assert "parameters alone take 90 GiB" in console.file.getvalue()
-    assert "parameters alone take 90 GiB" in plan_html([], title="none", explanation=["parameters alone take 90 GiB"])
+    assert "parameters alone take 90 GiB" in plans_html([], title="none", explanation=["parameters alone take 90 GiB"])
 
 
 @pytest.mark.parametrize("width", [1, 8, 21, 200])
@@ -253,7 +259,7 @@ def test_text_is_escaped(written, read):
 
 
 def test_markers_in_a_text_stay_text(plans):
-    assert "<h1>{{TABLE}}</h1>" in plan_html(plans[:1], title="{{TABLE}}")
+    assert "<h1>{{TABLE}}</h1>" in plans_html(plans[:1], title="{{TABLE}}")
 
 
 def test_the_page_asks_for_nothing(written, read):
@@ -285,7 +291,7 @@ def test_memory_over_time_reaches_the_peak(plans, number):
 
 
 def test_many_plans_stay_a_small_file(plans):
-    many = plan_html([plans[0]] * 100, title="many")
+    many = plans_html([plans[0]] * 100, title="many")
     assert len(many) < 3_000_000
     assert "The steps of the first 12 plans are drawn" in many
 

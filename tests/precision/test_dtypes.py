@@ -152,10 +152,10 @@ def test_a_pattern_that_names_nothing_is_an_error():
 # -- bytes ------------------------------------------------------------------------------------------------------------
 
 CHOICES = {
-    "half": {"compute": F16},
-    "reduced in bfloat16": {"compute": F16, "reduce": BF16},
-    "reduced in half": {"compute": F16, "reduce": F16},
-    "norms in float32": {"compute": F16, "reduce": F16, "keep_fp32": ("*norm*",)},
+    "half": {"compute_dtype": F16},
+    "reduced in bfloat16": {"compute_dtype": F16, "reduce_dtype": BF16},
+    "reduced in half": {"compute_dtype": F16, "reduce_dtype": F16},
+    "norms in float32": {"compute_dtype": F16, "reduce_dtype": F16, "keep_fp32": ("*norm*",)},
 }
 
 
@@ -190,12 +190,12 @@ def held(layout, options, states):
     claimed = dp_cost.state_bytes(
         [unit.spec for unit in units],
         engine.parallel.policy,
-        compute_bytes=options.compute.itemsize,
-        master_bytes=options.master.itemsize,
+        compute_bytes=options.compute_dtype.itemsize,
+        master_bytes=options.master_dtype.itemsize,
         moments=2,
         moment_bytes=cost.state_bytes_per_element(rule) / 2,
-        reduce_bytes=options.gradients.itemsize,
-        float16=options.compute == F16,
+        reduce_bytes=options.grad_dtype.itemsize,
+        float16=options.compute_dtype == F16,
     )
     return measured, claimed
 
@@ -218,7 +218,7 @@ def test_state_bytes_equal_the_cost(pool, options, states, zero):
             assert measured[key] == pytest.approx(size, rel=0.01), key
 
 
-# -- told -------------------------------------------------------------------------------------------------------------
+# -- printed ----------------------------------------------------------------------------------------------------------
 
 
 def printed(layout, settings):

@@ -130,6 +130,6 @@ def printed(layout):
 )
 def test_the_reduction_policy_is_printed(pool, layout, policy):
     rows = pool.run(printed, Layout.parse(layout).world, layout)[0]
-    told = "then divided once by the number of valid targets of the whole step"
-    assert rows["reduction"] == f"{policy}, in float64 ({told})"
+    reason = "then divided once by the number of valid targets of the step"
+    assert rows["reduction"] == f"{policy}, in float64 ({reason})"
     assert "gradients float64" in rows["dtypes"]

@@ -33,7 +33,7 @@ def train(layout):
 @torch.no_grad()
 def poisoned(engine, batch):
     """The number of padded rows, and the loss before and after they would win every softmax that they took part in."""
-    weight, rank = engine.model.head.weight, engine.parallel.axes.at["tp"]
+    weight, rank = engine.model.head.weight, engine.parallel.axes.coordinates["tp"]
     padded = weight[max(0, VOCABULARY - rank * len(weight)) :] if engine.layout.tp > 1 else weight[:0]
     before = engine.model(**batch)[0].item()
     padded[:, 0] = 1e3

@@ -34,11 +34,11 @@ def test_the_printed_split_covers_each_layer_once(pool, layers, layout):
     ranks = pool.run(split_on, Layout.parse(layout).world, layers, layout)
     expected = ["embed", *(f"blocks.{i}" for i in range(layers)), "head"]
     for split, rows, _ in ranks:
-        assert [name for stage in split.links for name in stage] == expected
+        assert [name for stage in split.layers for name in stage] == expected
         shown = [row for row in rows if row[0].startswith("stage")]
         assert len(shown) == split.stages
         assert all(
-            links[0] in text and links[-1] in text for links, (_, text, _) in zip(split.links, shown, strict=True)
+            links[0] in text and links[-1] in text for links, (_, text, _) in zip(split.layers, shown, strict=True)
         )
     costs = ranks[0][0].costs
     assert max(costs) <= sum(costs) / len(costs) + HEAD, "balanced, with the head counted"
