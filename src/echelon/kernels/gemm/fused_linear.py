@@ -23,7 +23,7 @@ ComputeGradient = Callable[[Tensor | None], Tensor]
 """computes a gradient into the given tensor, or into a new one"""
 SavedTensors = tuple[Tensor, ...]
 GradBufferLike = Any
-"""the hook that a parameter carries as `grad_hook`: receives gradients, and its `version` grows with every weight update;
+"""a parameter's `grad_hook`: receives gradients, and its `version` grows with every weight update;
 None where a parameter has none"""
 
 
