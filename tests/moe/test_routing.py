@@ -30,7 +30,7 @@ def test_keep_is_the_rows_of_the_tokens(name: str, k: int, kept: list[int]) -> N
         assert not mine.weights[mine.experts == 5].any()
 
 
-def test_keep_of_keep() -> None:
+def test_selecting_tokens_twice() -> None:
     for name, k in NAMES:
         routing = gate(name, 4, 5, k)(tokens(2, 12, 4, 1))
         once = routing.select_tokens(torch.tensor([9, 2, 5, 14])).select_tokens(torch.tensor([3, 1]))

@@ -41,7 +41,7 @@ def sizes(cluster: Cluster) -> list[tuple[str, int, int]]:
         ("8xH100 + 8xa100-80", [("h100", 1, 8), ("a100-80", 1, 8)]),
     ],
 )
-def test_names(text: str, expected: list[tuple[str, int, int]]) -> None:
+def test_cluster_names(text: str, expected: list[tuple[str, int, int]]) -> None:
     cluster = parse_cluster(text)
     assert sizes(cluster) == expected
     assert cluster.name == text
@@ -169,7 +169,7 @@ all_reduce = [[1048576, 4.1e-5]]
     )
 
 
-def test_a_device_of_ones_own() -> None:
+def test_a_custom_device() -> None:
     cluster = cluster_from_toml(CUSTOM)
     assert sizes(cluster) == [("mine", 1, 4)]
     assert cluster.device.peak("bf16") == 100e12
@@ -288,7 +288,7 @@ clusters = st.builds(
 
 
 @given(clusters)
-def test_what_is_written_is_read_back(cluster: Cluster) -> None:
+def test_cluster_files_round_trip(cluster: Cluster) -> None:
     assert cluster_from_toml(cluster_to_toml(cluster)) == cluster
 
 

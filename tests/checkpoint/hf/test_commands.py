@@ -63,5 +63,5 @@ def test_help_has_examples(name: str) -> None:
     assert "--shard-size" in text
 
 
-def test_sizes() -> None:
+def test_max_shard_size_is_parsed() -> None:
     assert [parse_file_size(text) for text in ("5GB", "1.5 mb", "20KB")] == [5 * 10**9, 1_500_000, 20_000]

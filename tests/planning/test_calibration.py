@@ -103,7 +103,7 @@ def test_collectives_give_the_link_back(cluster):
     assert intra_node_latency(found.cluster) == count_work(found).microbatch.device.latency == pytest.approx(latency)
 
 
-def test_messages_without_a_latency_have_none():
+def test_collectives_without_latency_fit_zero():
     found = case(**messages(-1e-6, 1e11, 8))
     assert intra_node_latency(found.cluster) == 0
     assert calibrate(found.cluster).inside > 0
@@ -123,7 +123,7 @@ def test_calibrating_twice_is_calibrating_once():
     assert calibrate(cluster, once) == once
 
 
-def test_a_processor_has_a_share_of_its_own():
+def test_a_cpu_has_its_measured_peaks():
     """It took Blackwell's, and 4 GiB for the context of a device that it does not have."""
     plain = case("2xcpu", "dp=2", model="llama-tiny")
     fast = replace(FITTED_CONSTANTS, blackwell=0.99)

@@ -32,7 +32,7 @@ def test_the_interval_covers_what_it_says(found):
     assert found.half_width <= 0.25
 
 
-def test_the_layout_study_is_foretold(found):
+def test_the_layout_study_is_predicted(found):
     study = found.sources["aleph_layouts"]
     assert study.fit_accuracy >= 0.93
     assert study.regret <= 0.05

@@ -132,7 +132,7 @@ def test_lines_fit_the_terminal(plans, width):
     assert flat.count("doesnotfit") == sum(not plan.fits for plan in plans)
 
 
-def test_the_best_plan_is_told(plans):
+def test_the_best_plan_is_shown(plans):
     text = printed(plans, 100)
     for bar in plan_labels.labelled_bars(plans[0].times, plan_labels.CAUSES):
         assert re.search(rf"{bar.label.name} +[\d.]+ m?s +{100 * bar.share:.1f} % +[█▏▎▍▌▋▊▉]", text)

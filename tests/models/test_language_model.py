@@ -172,7 +172,7 @@ def test_tied_weights_are_one_parameter(name: str, tied: bool, device: str) -> N
     assert {p.dtype for p in built.parameters()} == {torch.float64}
 
 
-def test_too_long_a_sequence_is_refused() -> None:
+def test_a_sequence_beyond_the_maximum_is_refused() -> None:
     for name in FAMILIES:
         with pytest.raises(ValueError, match=r"exceeds the model.s maximum \(length=257, max_seq_len=256\)"):
             build(find_model(name), "meta").logits(torch.zeros(1, 257, dtype=torch.int64, device="meta"))
@@ -182,7 +182,7 @@ def test_too_long_a_sequence_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_first_values_follow_the_names(name: str) -> None:
+def test_initial_weights_follow_parameter_names(name: str) -> None:
     built = build(find_model(name), seed=3)
     parameters = dict(built.named_parameters())
     for key, parameter in parameters.items():

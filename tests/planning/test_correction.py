@@ -73,7 +73,7 @@ def test_plans_are_multiplied_and_say_so(tmp_path):
     assert "corrected by 1.5" in one["plans"][0]["reasons"][0]
 
 
-def test_all_that_is_wrong_is_told_at_once(tmp_path):
+def test_all_issues_are_reported_at_once(tmp_path):
     done, found = planned("--correct", str(tmp_path), "--precision", "fp3")
     assert done.exit_code == 2
     assert len(found["errors"]) == 2

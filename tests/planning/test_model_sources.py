@@ -230,7 +230,7 @@ MIXTURE = {**LLAMA, "model_type": "qwen3_moe", "head_dim": 8, "num_experts_per_t
 MIXTURE |= {"num_experts": 4, "moe_intermediate_size": 20}
 
 
-def test_mixtures_of_experts() -> None:
+def test_moe_configs() -> None:
     attention = Q + KV + OUT + 2 * 48
     mixed = attention + 2 * 8 + 4 * 48 + 4 * 3 * 48 * 20
     dense = attention + 2 * 8 + 3 * 48 * 100

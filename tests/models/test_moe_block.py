@@ -135,7 +135,7 @@ def test_a_built_gate_starts_without_a_bias(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_reduced_mixtures_are_small_and_run(name: str) -> None:
+def test_reduced_moe_models_are_small_and_run(name: str) -> None:
     config, small = find_model(name), reduced_config(find_model(name))
     assert config.moe is not None
     assert small.moe is not None
@@ -153,7 +153,7 @@ def test_reduced_mixtures_are_small_and_run(name: str) -> None:
 
 @pytest.mark.parametrize("name", GATES)
 @pytest.mark.parametrize("size", ["moe-tiny", "qwen-moe-tiny", "mixtral-8x7b"])
-def test_any_gate_in_place_of_a_mixtures_own(name: str, size: str) -> None:
+def test_any_gate_replaces_that_of_a_named_model(name: str, size: str) -> None:
     mixture = model_config.find_model(size).moe
     assert mixture is not None
     found = override_gate(mixture, f"{name},cap=4" if name == "expert-choice-capped" else name)
@@ -197,11 +197,11 @@ def test_a_gate_with_options() -> None:
         ("hierarchical,k=3", "k is not a multiple of k_groups"),
     ],
 )
-def test_faults_of_a_gate_are_told_before_anything_starts(text: str, said: str) -> None:
+def test_invalid_gates_are_reported_before_training_starts(text: str, said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         Config.load(None, ["model=moe-tiny", f"gate={text}"])
 
 
-def test_a_gate_needs_a_mixture() -> None:
+def test_a_gate_requires_moe_layers() -> None:
     with pytest.raises(ValidationError, match=r"gate=switch has no effect with model=llama-tiny, which has no experts"):
         Config.load(None, ["model=llama-tiny", "gate=switch"])

@@ -126,7 +126,7 @@ def test_transformers_computes_the_same(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("stacked", [False, True])
-def test_there_and_back(name: str, stacked: bool) -> None:
+def test_round_trip(name: str, stacked: bool) -> None:
     """Also where transformers is not installed."""
     config = MODELS[name]
     state = ours(config).state_dict()
@@ -198,7 +198,7 @@ def test_stretched_angles_are_those_of_transformers() -> None:
     assert float((cosines - wanted[..., :8]).abs().max()) < 1e-4
 
 
-def test_stretches_that_are_none_are_refused() -> None:
+def test_invalid_rope_scaling_is_refused() -> None:
     with pytest.raises(ValueError, match="low_freq_factor < high_freq_factor"):
         RopeScaling(factor=8.0, low_freq_factor=4.0, high_freq_factor=1.0, original_max_seq_len=64)
     with pytest.raises(ValueError, match="rope_scaling is an option of the llama family"):
