@@ -205,7 +205,7 @@ def test_a_custom_model_keeps_its_tp_and_pp_when_replanned(tmp_path, monkeypatch
 
 
 def test_asynchronous_schedules_cannot_be_replanned(tmp_path):
-    with pytest.raises(ValidationError, match=r"elastic\.replan=true would change what is computed"):
+    with pytest.raises(ValidationError, match=r"elastic\.replan=true would change the updates"):
         config(tmp_path, "pp=2,schedule=pipedream,accumulate=6", **{"elastic.replan": "true"})
 
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.training.test_elastic import are_equal, config, records
+from tests.training.elastic.test_attempts import are_equal, config, records
 
 from echelon.layout import Layout
 from echelon.training.loop import train_on_rank

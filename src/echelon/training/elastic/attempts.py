@@ -78,8 +78,8 @@ def join_attempt(config: Config, resume: str) -> tuple[Attempt, Rendezvous[Attem
     if not under_agent() or dist.is_initialized():
         return Attempt(config=config, resume=resume), None
     world = int(os.environ["WORLD_SIZE"])
-    meeting = join_rendezvous(lambda: determine_attempt(config, resume, world), timeout=config.timeout)
-    return meeting.decision, meeting
+    rendezvous = join_rendezvous(lambda: determine_attempt(config, resume, world), timeout=config.timeout)
+    return rendezvous.decision, rendezvous
 
 
 def determine_attempt(config: Config, resume: str, world: int) -> Attempt:
@@ -90,8 +90,8 @@ def determine_attempt(config: Config, resume: str, world: int) -> Attempt:
     run = Run.open(parse_resume_path(to_resume)[0]) if to_resume else None
     if path is not None and not number:
         number = 1  # agents do not count restarts when machines join or leave
-    began = Layout.parse(str(run.plan["layout"])).world if run is not None else None
-    attempt = Attempt(config=config, resume=to_resume, restart_count=number, initial_ranks=began)
+    initial_ranks = Layout.parse(str(run.plan["layout"])).world if run is not None else None
+    attempt = Attempt(config=config, resume=to_resume, restart_count=number, initial_ranks=initial_ranks)
     if not config.elastic.replan:
         return attempt
     before = last_layout(run) if run is not None else config.layout
@@ -106,9 +106,8 @@ def determine_attempt(config: Config, resume: str, world: int) -> Attempt:
             step_seconds=None,
             reason=why,
         )
-        is_logged = (
-            run is None or ranks == world or scratch_dir.scratch_dir() is not None
-        )  # or the launcher of this machine has logged it
+        # The launcher of this machine logs the change itself.
+        is_logged = run is None or ranks == world or scratch_dir.scratch_dir() is not None
         return attempt if is_logged else replace(attempt, layout_change=again)
     change = plan_layout_change(config, before, world, reason=why)
     if change is None:

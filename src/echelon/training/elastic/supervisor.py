@@ -23,24 +23,27 @@ from echelon.training.run.run_dir import Run
 def supervise(config: Config, *, quiet: bool, inject: Sequence[Injection], resume: str, procs: int) -> RunSummary:
     """Start ranks until an attempt completes the run, or no restart and no other layout is left."""
     forkserver.forkserver_context([train_on_rank.__module__])  # imported once, not by every rank of every attempt
-    left = [*range(procs)]
-    this = _LaunchAttempt(config, resume, procs, devices=())
+    remaining = [*range(procs)]
+    launch = _LaunchAttempt(config, resume, procs, devices=())
     while True:
         try:
-            return this.run(quiet, inject)
+            return launch.run(quiet, inject)
         except KeyboardInterrupt:
-            this.print_resume_hint("interrupted")
+            launch.print_resume_hint("interrupted")
             raise
         except RankError as error:
-            change = this.layout_without_failed_rank(error, left, config)
+            change = launch.layout_without_failed_rank(error, remaining, config)
             if change is None:
-                this.print_resume_hint("the run has ended")
+                launch.print_resume_hint("the run has ended")
                 raise
-            left.pop(error.rank)
+            remaining.pop(error.rank)
             inject = injections_of_later_attempt(inject, change.used_ranks, first_world_size=procs)
-            resume = resume_target(this.path, resume, this.run_id)
-            this = _LaunchAttempt(
-                replace(config, layout=change.new_layout), resume, change.used_ranks, devices=left[: change.used_ranks]
+            resume = resume_target(launch.path, resume, launch.run_id)
+            launch = _LaunchAttempt(
+                replace(config, layout=change.new_layout),
+                resume,
+                change.used_ranks,
+                devices=remaining[: change.used_ranks],
             )
 
 
