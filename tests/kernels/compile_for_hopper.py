@@ -35,15 +35,24 @@ from echelon.kernels.optim import (
 HOPPER = GPUTarget("cuda", 90, 32)
 ROWS = {"rows": "i32", "width": "i32", "columns": "i32", "row_stride": "i64", "length": "i32", "table_rows": "i32"}
 STRIDES = {f"{which}_{dim}": "i64" for which in "qkv" for dim in "bht"}
-TILE = {"plain_stride": "i32", "turned_stride": "i32", "most": "fp32"}
+TILE = {"plain_stride": "i32", "transposed_stride": "i32", "max_value": "fp32"}
 PACKED = dict.fromkeys(("row", "chunks", "blocks", "inner", "down", "across", "height"), "i32") | {"smallest": "fp32"}
 NUMBERS = {**PACKED, **ROWS, **STRIDES, **TILE, "eps": "fp32", "stride": "i64", "size": "i64"}
-WIDE = ("scale_ptr", "largest_ptr", "losses_ptr", "parts_ptr", "cos_ptr", "sin_ptr", "by_row_ptr", "by_column_ptr")
-"""pointers to 32 bits; others are to 16"""
+WIDE = (
+    "scale_ptr",
+    "amax_ptr",
+    "losses_ptr",
+    "parts_ptr",
+    "cos_ptr",
+    "sin_ptr",
+    "row_inverse_ptr",
+    "column_inverse_ptr",
+)
+"""pointers to fp32; others are to 16 bits"""
 
 
 def compiled(kernel: Any, warps: int, constants: dict[str, Any], *, fused: bool = True, **types: Any) -> str:
-    """The kernel's PTX."""
+    """Return the kernel's PTX."""
     signature = {}
     for name in kernel.arg_names:
         usual = "*fp32" if name in WIDE else NUMBERS.get(name, "*bf16")
@@ -94,56 +103,62 @@ def main() -> None:
         for one in (True, False):
             tile = {"PLAIN": True, "TRANSPOSED": True, "PER_ROW": one, "PER_COLUMN": one}
             tile |= {"TILE_ROWS": 64, "TILE_COLUMNS": 128}
-            ptx = compiled(fp8_cast_triton._cast_tile, 8, tile, plain_ptr=dtype, turned_ptr=dtype)
-            # The GPU's own instruction, which leaves what is not a number as it is.
+            ptx = compiled(fp8_cast_triton._cast_tile, 8, tile, plain_ptr=dtype, transposed_ptr=dtype)
+            # The GPU's own instruction, which keeps NaN.
             assert f"cvt.rn.satfinite.{name}.f32" in ptx
     packed()
     updates()
 
 
 def updates() -> None:
-    """Of weights in each of their forms."""
-    told = dict.fromkeys(("lr", "decay", "beta1", "rest1", "beta2", "rest2", "momentum", "rest", "tiny"), "fp32")
-    told |= {"numbers_ptr": "*fp32", "scale_ptr": "*fp64", "live_ptr": "*i1", "step_ptr": "*i64", "decayed": "i32"}
-    told |= dict.fromkeys(("row_ptr", "column_ptr", "new_row_ptr", "new_column_ptr", "squares_ptr"), "*fp32")
-    told |= dict.fromkeys(("sums_ptr", "rate_ptr", "factor_ptr"), "*fp32")
-    told |= dict.fromkeys(("real_rows", "real_columns"), "i32")
-    kept = ("*u8", "*fp32", "*fp32", "*fp32")
-    told |= {"mean": kept, "square": kept, "values_ptr": "*fp32", "average_ptr": "*fp32"}
+    """Compile the optimizer kernels for each weight format."""
+    arguments = dict.fromkeys(("lr", "decay", "beta1", "rest1", "beta2", "rest2", "momentum", "rest", "tiny"), "fp32")
+    arguments |= {
+        "constants_ptr": "*fp32",
+        "scale_ptr": "*fp64",
+        "do_update_ptr": "*i1",
+        "step_ptr": "*i64",
+        "num_decayed": "i32",
+    }
+    arguments |= dict.fromkeys(("row_ptr", "column_ptr", "new_row_ptr", "new_column_ptr", "squares_ptr"), "*fp32")
+    arguments |= dict.fromkeys(("sums_ptr", "rate_ptr", "factor_ptr"), "*fp32")
+    arguments |= dict.fromkeys(("unpadded_rows", "unpadded_columns"), "i32")
+    moment = ("*u8", "*fp32", "*fp32", "*fp32")
+    arguments |= {"exp_avg": moment, "exp_avg_sq": moment, "values_ptr": "*fp32", "average_ptr": "*fp32"}
     block, blocks = {"BLOCK": 1024}, {"BLOCKS": 4, "EACH": 256}
-    split = {"high_ptr": "*i16", "low_ptr": "*i16"}, {"place_ptr": None, "step_ptr": None}
-    rounded = {"high_ptr": "*i16", "place_ptr": "*i64"}, {"low_ptr": None}
-    whole = {"high_ptr": "*fp32"}, {"low_ptr": None, "place_ptr": None, "step_ptr": None}
+    split = {"high_ptr": "*i16", "low_ptr": "*i16"}, {"indices_ptr": None, "step_ptr": None}
+    rounded = {"high_ptr": "*i16", "indices_ptr": "*i64"}, {"low_ptr": None}
+    whole = {"high_ptr": "*fp32"}, {"low_ptr": None, "indices_ptr": None, "step_ptr": None}
     for (high, left_out), gradient in zip((split, rounded, whole), ("*i16", "*fp16", "*fp32"), strict=True):
-        own = {**told, **high, "gradient_ptr": gradient}
+        own = {**arguments, **high, "gradient_ptr": gradient}
         for moments in ("*fp32", "*i16"):
-            short = {"place_ptr": "*i64"} if moments == "*i16" else {}
+            short = {"indices_ptr": "*i64"} if moments == "*i16" else {}
             here = {name: None for name in left_out if name not in short and name != "step_ptr"}
-            types = {**own, **short, "mean_ptr": moments, "square_ptr": moments}
+            types = {**own, **short, "exp_avg_ptr": moments, "exp_avg_sq_ptr": moments}
             compiled(fused_adamw_triton._adamw, 4, {**block, **here}, fused=False, **types)
-        alone = {**own, "mean_ptr": "*fp32", "moment_ptr": "*fp32"}
+        alone = {**own, "exp_avg_ptr": "*fp32", "momentum_ptr": "*fp32"}
         compiled(adamw_int8_triton._adamw_int8, 4, {**blocks, **left_out}, fused=False, **alone)
         compiled(lion_triton._lion, 4, {**block, **left_out}, fused=False, **alone)
         compiled(sgd_triton._sgd, 4, {**block, **left_out}, fused=False, **alone)
-        compiled(sgd_triton._sgd, 4, {**block, **left_out, "moment_ptr": None}, fused=False, **alone)
+        compiled(sgd_triton._sgd, 4, {**block, **left_out, "momentum_ptr": None}, fused=False, **alone)
         tile = {"ROWS": factored_moments_triton.ROWS, "COLUMNS": factored_moments_triton.COLUMNS}
-        for moment in ({}, {"moment_ptr": None}):
+        for without in ({}, {"momentum_ptr": None}):
             compiled(
-                factored_moments_triton._factored_adafactor, 4, {**tile, **left_out, **moment}, fused=False, **alone
+                factored_moments_triton._factored_adafactor, 4, {**tile, **left_out, **without}, fused=False, **alone
             )
-            compiled(factored_moments_triton._factored_sm3, 4, {**tile, **left_out, **moment}, fused=False, **alone)
+            compiled(factored_moments_triton._factored_sm3, 4, {**tile, **left_out, **without}, fused=False, **alone)
         compiled(factored_moments_triton._factored_size, 4, tile, fused=False, **alone)
-        compiled(lamb_triton._lamb_apply, 4, {**block, **left_out}, fused=False, **alone, square_ptr="*fp32")
-        no_place = {name: value for name, value in left_out.items() if name == "low_ptr"}
-        compiled(factored_moments_triton._factored_sums, 4, {**tile, **no_place}, fused=False, **alone)
-        compiled(lamb_triton._lamb_moments, 4, {**block, **no_place}, fused=False, **alone, square_ptr="*fp32")
-        compiled(ema_triton._average, 4, {**block, **no_place}, fused=False, **alone)
+        compiled(lamb_triton._lamb_apply, 4, {**block, **left_out}, fused=False, **alone, exp_avg_sq_ptr="*fp32")
+        no_low = {name: value for name, value in left_out.items() if name == "low_ptr"}
+        compiled(factored_moments_triton._factored_sums, 4, {**tile, **no_low}, fused=False, **alone)
+        compiled(lamb_triton._lamb_moments, 4, {**block, **no_low}, fused=False, **alone, exp_avg_sq_ptr="*fp32")
+        compiled(ema_triton._average, 4, {**block, **no_low}, fused=False, **alone)
         compiled(split_fp32_triton._halves_write, 4, {**block, **left_out}, **own)
-    compiled(split_fp32_triton._halves_join, 4, block, **told, **split[0])
+    compiled(split_fp32_triton._halves_join, 4, block, **arguments, **split[0])
 
 
 def packed() -> None:
-    """Of compression."""
+    """Compile the kernels of saved activations."""
     bits, chunk = {"bits_ptr": "*u8", "flags_ptr": "*u8", "counts_ptr": "*i32"}, {"CHUNK": 2048}
     tile = {**chunk, "SIZE": 256}
     compiled(bitmask_triton._bits_relu, 4, tile, **bits)
