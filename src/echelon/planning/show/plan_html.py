@@ -129,7 +129,7 @@ def _run(plan: Plan, command: str) -> str:
 
 def _reasons(lines: Sequence[str]) -> str:
     items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return f'<h3>Why</h3><ul class="told">{items}</ul>' if items else ""
+    return f'<h3>Why</h3><ul class="reasons">{items}</ul>' if items else ""
 
 
 def _bars(bars: Sequence[plan_labels.LabelledBar], values: Sequence[str]) -> str:
