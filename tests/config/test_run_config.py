@@ -160,7 +160,7 @@ def test_memory_options_without_effect_are_refused():
         "memory.arena": "has no effect with recompute=none, which saves no inputs of layers",
         "memory.buffer": "has no effect with zero=0, where nothing is all-gathered",
     }
-    assert "divided over tp already" in issues_of("layout=tp=2,recompute=full", given[0])["memory.partition"].message
+    assert "sharded over tp already" in issues_of("layout=tp=2,recompute=full", given[0])["memory.partition"].message
     memory = Config.load(None, ["layout=tp=2,sp=0,zero=3,recompute=every:2", *given], world=4).memory
     assert (memory.partition, memory.arena, memory.buffer) == (True, True, 4.0)
 
