@@ -263,7 +263,7 @@ def test_an_fp8_plan_trains_in_fp8(tmp_path):
     chosen, words = with_planned_layout(asked, str(file), 8)
     assert (chosen.dtype, chosen.precision.compute) == ("bfloat16", "fp8")
     assert chosen.layout == json.loads(result.stdout)["plans"][0]["layout"]
-    assert "8 bits" in words
+    assert "FP8" in words
     assert not [fault for fault in chosen.issues(world=8) if fault.key == "precision.compute"]
     by_row = replace(asked, dtype="bfloat16", precision=PrecisionConfig(compute="fp8-row"))
     assert with_planned_layout(by_row, str(file), 8)[0].precision.compute == "fp8-row"
