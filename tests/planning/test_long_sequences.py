@@ -155,7 +155,9 @@ def test_the_reasons_say_why_a_kind_cannot_be():
     asked = request("llama-70b", "1024xh100", 32)
     layout = Layout.parse("dp=8,zero=1,tp=8,cp=16,accumulate=4,recompute=full")
     found = list(kind_reasons(asked, price(asked.scenario(layout))))
-    assert found[0].startswith("cp=16 as ring sends 28.2 KiB a token and layer between nodes, and attention hides it")
+    assert found[0].startswith(
+        "cp=16 as ring sends 28.2 KiB a token and layer between nodes, and attention overlaps it"
+    )
     assert "ulysses cannot be: cp=16 does not divide the 8 heads per tp rank (llama-70b)." in found
     assert any(line.startswith("As gather it would be") and "slower" in line for line in found)
 
@@ -208,7 +210,7 @@ def test_reasons_compare_larger_and_smaller_cp():
 
 def test_causes_are_called_by_what_the_kind_does():
     asked = request(devices="64xh100:eth", batch=64, fixed={"microbatch": 1})
-    for kind, words in (("gather", "gathering keys and values"), ("ulysses", "exchanging heads for tokens")):
+    for kind, words in (("gather", "all-gather of keys and values"), ("ulysses", "all-to-all of heads and tokens")):
         plan = price(asked.scenario(Layout.parse(f"dp=4,zero=1,cp=16,cp_kind={kind},accumulate=16,recompute=full")))
         assert words in " ".join(explain_plan(asked, [plan]).reasons)
 
@@ -225,4 +227,4 @@ def test_rotary_models_have_no_longest_sequence():
     assert "cp" in plans[0]["time"]
     refused = CliRunner().invoke(app, ["plan", "gpt2-124m", "--cluster", "8xh100", "--seq-len", "2048"])
     assert refused.exit_code == 2
-    assert "longer than gpt2-124m allows" in refused.stderr
+    assert "exceeds the longest sequence of gpt2-124m" in refused.stderr

@@ -95,11 +95,9 @@ def _neighbours(request: PlanRequest, plan: Plan, c: Constants) -> Iterator[str]
         elif abs(other.seconds / plan.seconds - 1) < explain_kinds.EQUAL_WITHIN:
             yield f"{name} would be as fast."
         elif other.seconds > plan.seconds:
-            causes = {
-                name: other.times.get(name, 0.0) - plan.times.get(name, 0.0) for name in {**plan.times, **other.times}
-            }
-            name = max(causes, key=lambda cause: causes[cause])
-            why = _cause(name, other.layout) if name in CAUSES else OTHER_CAUSES.get(name, name)
+            added = {key: other.times.get(key, 0.0) - plan.times.get(key, 0.0) for key in {**plan.times, **other.times}}
+            most = max(added, key=lambda key: added[key])
+            why = _cause(most, other.layout) if most in CAUSES else OTHER_CAUSES.get(most, most)
             yield f"{name} would be {other.seconds / plan.seconds - 1:.0%} slower: more of {why}."
 
 
