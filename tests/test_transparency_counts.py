@@ -388,9 +388,7 @@ def watch(model: ModelConfig, text: str, **choices: Any) -> tuple[set[str], list
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_zero_3_holds_one_block_and_the_prefetched_groups(
-    pool: RankPool, prefetch: int, recompute: str
-) -> None:
+def test_zero_3_holds_one_block_and_the_prefetched_groups(pool: RankPool, prefetch: int, recompute: str) -> None:
     deep = replace(LLAMA, layers=6)
     layout = f"dp=2,zero=3,accumulate=2,recompute={recompute}"
     for most, after in pool.run(watch, 2, deep, layout, prefetch=prefetch):

@@ -138,9 +138,7 @@ LEFT_OUT = [
     LEFT_OUT,
     ids=lambda value: value.name if isinstance(value, ModelConfig) else str(value),
 )
-def test_verify_detects_a_dropped_collective(
-    pool: RankPool, layout: str, leave_out: str, model: ModelConfig
-) -> None:
+def test_verify_detects_a_dropped_collective(pool: RankPool, layout: str, leave_out: str, model: ModelConfig) -> None:
     verdict = judge(pool, replace(model, **SMALL), f"{layout},microbatch=4", leave_out, steps=1, seq_len=5)
     assert not verdict.passed
     assert not verdict.trouble

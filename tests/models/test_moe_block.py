@@ -203,5 +203,7 @@ def test_invalid_gates_are_reported_before_training_starts(text: str, said: str)
 
 
 def test_a_gate_requires_moe_layers() -> None:
-    with pytest.raises(ValidationError, match=r"gate=switch has no effect with model=llama-tiny, which has no experts"):
+    with pytest.raises(
+        ValidationError, match=r"gate=switch has no effect with model=llama-tiny, which has no MoE layers"
+    ):
         Config.load(None, ["model=llama-tiny", "gate=switch"])

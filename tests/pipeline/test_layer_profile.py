@@ -62,7 +62,7 @@ def test_a_profile_lists_every_layer_once():
         PipelineProfile(links=(link(), link()), source="measured")
     with pytest.raises(ValueError, match="no layers"):
         PipelineProfile(links=(), source="measured")
-    with pytest.raises(ValueError, match=r"another source \('guessed'\); use measured or predicted"):
+    with pytest.raises(ValueError, match=r"unknown source of a profile \('guessed'\); use measured or predicted"):
         PipelineProfile(links=(link(),), source="guessed")
 
 

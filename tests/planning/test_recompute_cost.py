@@ -164,4 +164,4 @@ def test_a_run_and_a_plan_count_the_same_recomputed_flops(name: str) -> None:
     shape = SHAPES[name]
     for kind in KINDS:
         planned, counted = recompute_shares(case_of(shape, kind)), engine_recompute_shares(engine_of(shape, kind))
-        assert (planned.forward, planned.attention) == (counted.forward, counted.attention), kind
+        assert (planned.layers, planned.attention) == (counted.forward, counted.attention), kind

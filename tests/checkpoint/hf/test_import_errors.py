@@ -261,7 +261,9 @@ def test_a_wrong_key_of_the_config_is_found(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_check_that_does_not_fit_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logit_check, "available_host_bytes", lambda: 100 * 2**30)
-    with pytest.raises(ValueError, match=r"unsharded model in memory \(650.5 GiB in float32, 100.0 available; gpt3-175b\)"):
+    with pytest.raises(
+        ValueError, match=r"unsharded model in memory \(650.5 GiB in float32, 100.0 available; gpt3-175b\)"
+    ):
         export_model("gpt3-175b", tmp_path / "out")
 
 

@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.training.elastic.test_attempts import are_equal, config, records
 
 from echelon.layout import Layout
 from echelon.training.loop import train_on_rank
+from tests.training.elastic.test_attempts import are_equal, config, records
 
 PATIENCE = 100.0
 """seconds: the machine may have much else to do"""
