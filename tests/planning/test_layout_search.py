@@ -34,14 +34,13 @@ from echelon.planning.search.memory_variants import OFFLOAD_OPTIONS
 from echelon.training.run.auto_layout import with_planned_layout
 
 
-def wish(model="llama-8b", devices="8xh100", batch=64, seq_len=8192, **options):
-    return PlanRequest(
-        shape=resolve_shape(model), cluster=cluster.parse_cluster(devices), batch=batch, seq_len=seq_len, **options
-    )
+def request(model="llama-8b", devices="8xh100", batch=64, seq_len=8192, **options):
+    shape, devices = resolve_shape(model), cluster.parse_cluster(devices)
+    return PlanRequest(shape=shape, cluster=devices, batch=batch, seq_len=seq_len, **options)
 
 
 def test_every_plan_fits_fills_the_batch_and_can_be_run():
-    asked = wish()
+    asked = request()
     for plan in search_plans(asked):
         assert plan.fits
         assert plan.runnable
@@ -51,74 +50,76 @@ def test_every_plan_fits_fills_the_batch_and_can_be_run():
 
 
 def test_the_search_is_deterministic():
-    first, second = (search_plans(wish()) for _ in range(2))
+    first, second = (search_plans(request()) for _ in range(2))
     assert [plan.to_json() for plan in first] == [plan.to_json() for plan in second]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "fp32"])
 def test_no_listed_layout_is_faster_and_fits(precision):
     """The search leaves nothing out: price every layout of a small question."""
-    asked = wish("llama-1b", "2xh100", 8, 4096, precision=precision)
+    asked = request("llama-1b", "2xh100", 8, 4096, precision=precision)
     best = search_plans(asked)[0]
     every = [price(asked.scenario(layout)) for layout in all_layouts(asked)]
     assert best.seconds == min(plan.seconds for plan in every if plan.fits)
 
 
 def test_fixed_keys_stay():
-    for plan in search_plans(wish(fixed={"tp": 4, "schedule": "zb-h1", "pp": 2})):
+    for plan in search_plans(request(fixed={"tp": 4, "schedule": "zb-h1", "pp": 2})):
         assert (plan.layout.tp, plan.layout.pp, plan.layout.schedule) == (4, 2, "zb-h1")
 
 
 def test_plan_only_layouts_are_left_out_by_default():
-    asked = wish(plan_only=True, precision="fp4")
+    asked = request(plan_only=True, precision="fp4")
     assert all(not plan.runnable for plan in search_plans(asked))
-    assert all(plan.runnable for plan in search_plans(wish()))
+    assert all(plan.runnable for plan in search_plans(request()))
 
 
 def test_ep_is_chosen_by_default():
-    found = search_plans(wish("mixtral-8x7b", "64xh100", 256, 4096))
+    found = search_plans(request("mixtral-8x7b", "64xh100", 256, 4096))
     assert any(plan.layout.ep > 1 for plan in found)
     assert all(plan.runnable for plan in found)
 
 
 @pytest.mark.parametrize(("devices", "batch"), [("12xh100", 96), ("7xh100", 56), ("7xh100", 64), ("24xa100-80", 120)])
 def test_world_sizes_that_are_not_powers_of_two(devices, batch):
-    plans = search_plans(wish("llama-8b", devices, batch, 4096))
+    plans = search_plans(request("llama-8b", devices, batch, 4096))
     assert plans
     assert plans[0].layout.world <= cluster.parse_cluster(devices).devices
 
 
 def test_one_device_needs_no_parallelism():
-    asked = wish("gpt2-124m", "1xh100", 8, 1024)
+    asked = request("gpt2-124m", "1xh100", 8, 1024)
     best = explain_plan(asked, search_plans(asked))
     assert best.layout.world == 1
     assert "no parallelism is needed" in best.reasons[0]
 
 
 def test_reasons_name_what_binds_and_what_the_neighbours_would_do():
-    asked = wish("llama-70b", "64xh100", 256, 8192, fixed={"schedule": "1f1b"})
+    asked = request("llama-70b", "64xh100", 256, 8192, fixed={"schedule": "1f1b"})
     reasons = explain_plan(asked, search_plans(asked)).reasons
     assert any("of a step" in reason for reason in reasons)
     assert any("would be" in reason or "would need" in reason for reason in reasons)
 
 
 def test_the_objectives_differ():
-    slow, few = (search_plans(wish("llama-1b", "8xh100", 64, 2048, objective=name))[0] for name in ("time", "devices"))
+    slow, few = (
+        search_plans(request("llama-1b", "8xh100", 64, 2048, objective=name))[0] for name in ("time", "devices")
+    )
     assert few.layout.world < slow.layout.world
     assert few.seconds > slow.seconds
 
 
 def test_infeasible_requests_name_largest_terms_and_a_remedy():
-    least = least_memory_plan(wish("llama-405b", "8xh100", 8, 4096))
+    least = least_memory_plan(request("llama-405b", "8xh100", 8, 4096))
     words = explain_infeasible(least)
     assert "Nothing fits" in words[0]
     assert "optimizer" in words[1]
     assert "would do" in words[-1] or "would fit" in words[-1]
-    assert search_plans(wish("llama-405b", "8xh100", 8, 4096)) == []
+    assert search_plans(request("llama-405b", "8xh100", 8, 4096)) == []
 
 
 def test_states_are_offloaded_if_nothing_fits():
-    asked = wish("llama-70b", "8xa100-80", 64, 4096)
+    asked = request("llama-70b", "8xa100-80", 64, 4096)
     best = search_plans(asked, top=1)[0]
     assert best.fits
     assert best.layout.offload in ("optimizer", "optimizer+activations")
@@ -129,7 +130,7 @@ def test_states_are_offloaded_if_nothing_fits():
 
 def test_the_fastest_offload_is_chosen():
     """The first kind that made room was taken: here the states, and layers were repeated that need not be."""
-    asked = wish("llama-1b", "1xa100-40", 1, 131072)
+    asked = request("llama-1b", "1xa100-40", 1, 131072)
     best = search_plans(asked, top=1)[0]
     kinds = [
         found for kind in OFFLOAD_OPTIONS for found in search_plans(replace(asked, fixed={"offload": kind}), top=1)
@@ -143,9 +144,8 @@ def test_the_fastest_offload_is_chosen():
 
 
 def case(layout, model="llama-8b", devices="64xh100", seq_len=4096):
-    return Scenario(
-        shape=resolve_shape(model), cluster=cluster.parse_cluster(devices), layout=Layout.parse(layout), seq_len=seq_len
-    )
+    shape, devices = resolve_shape(model), cluster.parse_cluster(devices)
+    return Scenario(shape=shape, cluster=devices, layout=Layout.parse(layout), seq_len=seq_len)
 
 
 @settings(max_examples=40, deadline=None)
@@ -270,15 +270,15 @@ def test_an_fp8_plan_trains_in_fp8(tmp_path):
 
 
 def test_the_train_command_of_a_plan_sets_fp8():
-    best = search_plans(wish(precision="fp8"), top=1)[0]
+    best = search_plans(request(precision="fp8"), top=1)[0]
     assert best.runnable
     assert "--set dtype=bfloat16 --set precision.compute=fp8" in train_command(best, "llama-8b")
-    assert "precision.compute" not in train_command(search_plans(wish(), top=1)[0], "llama-8b")
+    assert "precision.compute" not in train_command(search_plans(request(), top=1)[0], "llama-8b")
 
 
 def test_fp8_excludes_schedules_that_defer_weight_gradients():
     """As config/run_config.py refuses them: such a plan can be priced, and not be run."""
-    asked = wish("llama-70b", "64xh100", 256, 4096, precision="fp8")
+    asked = request("llama-70b", "64xh100", 256, 4096, precision="fp8")
     found = [plan.layout for plan in search_plans(asked, top=20)]
     assert found
     assert not {layout.schedule for layout in found} & {"zb-h1", "zb-v", "dualpipe-v"}
@@ -289,7 +289,9 @@ def test_fp8_excludes_schedules_that_defer_weight_gradients():
 
 def test_dtypes_that_train_lacks_are_plan_only():
     layout = Layout.parse("dp=8")
-    runnable = {kind for kind in PRECISIONS if price(wish(precision=kind, devices="8xb200").scenario(layout)).runnable}
+    runnable = {
+        kind for kind in PRECISIONS if price(request(precision=kind, devices="8xb200").scenario(layout)).runnable
+    }
     assert runnable == {"bf16", "fp16", "fp8", "fp32"}
 
 
@@ -310,7 +312,7 @@ def test_every_plan_passes_the_rules_of_training(fixed):
 
 def test_one_device_more_is_not_slower_and_slow_devices_can_stay_idle():
     def seconds(devices):
-        return search_plans(wish("llama-8b", devices, 512, 4096))[0].seconds
+        return search_plans(request("llama-8b", devices, 512, 4096))[0].seconds
 
     alone = seconds("64xh100")
     assert seconds("65xh100") <= alone
@@ -318,7 +320,7 @@ def test_one_device_more_is_not_slower_and_slow_devices_can_stay_idle():
 
 
 def test_inter_node_collectives_use_inter_node_links():
-    near = wish("llama-8b", "32xh100", 64, 4096)
+    near = request("llama-8b", "32xh100", 64, 4096)
     slow = cluster.parse_cluster("32xh100")
     slow = replace(slow, inter_node=replace(slow.inter_node, bandwidth=1e6))
     layout = Layout.parse("dp=4,tp=2,pp=4,accumulate=16")
@@ -339,19 +341,21 @@ def test_hfu_counts_recomputed_layers_without_the_head():
 
 
 def test_cost_prefers_fewer_devices_where_they_scale_badly():
-    fast, cheap = (search_plans(wish("llama-1b", "16xh100", 32, 2048, objective=name))[0] for name in ("time", "cost"))
+    fast, cheap = (
+        search_plans(request("llama-1b", "16xh100", 32, 2048, objective=name))[0] for name in ("time", "cost")
+    )
     assert cheap.seconds * cheap.layout.world <= fast.seconds * fast.layout.world
 
 
 def test_offloaded_states_must_fit_the_host():
-    asked = wish("llama-405b", "8xh200", 8, 4096, plan_only=True, fixed={"offload": "params"})
+    asked = request("llama-405b", "8xh200", 8, 4096, plan_only=True, fixed={"offload": "params"})
     assert search_plans(asked) == []
     assert "beyond the host" in least_memory_plan(asked).memory.parts
 
 
 @pytest.mark.parametrize("objective", ["cost", "energy", "devices"])
 def test_other_objectives_of_a_large_cluster_are_answered(objective):
-    assert search_plans(wish("llama-8b", "1000xh100", 1000, 4096, objective=objective), top=1)
+    assert search_plans(request("llama-8b", "1000xh100", 1000, 4096, objective=objective), top=1)
 
 
 @pytest.mark.parametrize("model", ["gpt2-124m", "llama-1b", "llama-8b", "mixtral-8x7b", "deepseek-v3"])
@@ -372,7 +376,7 @@ def test_param_groups_hold_every_parameter_once(model):
     ],
 )
 def test_no_layout_takes_less_than_the_bounds_say(devices, batch, seq_len, model, precision):
-    asked = wish(model, devices, batch, seq_len, precision=precision)
+    asked = request(model, devices, batch, seq_len, precision=precision)
     c = constants_for(asked.scenario(Layout()))
     every = branch_bounds(asked, c)
     assert every == sorted(every)
@@ -394,10 +398,9 @@ def test_no_layout_takes_less_than_the_bounds_say(devices, batch, seq_len, model
 )
 def test_closed_branches_hold_none_of_the_best(devices, batch, seq_len, precision):
     """The ten best by formula of all layouts that fit are found, unless simulation puts them behind all that are."""
-    asked = wish("llama-8b", devices, batch, seq_len, precision=precision)
+    asked = request("llama-8b", devices, batch, seq_len, precision=precision)
     fitting = [c for c in map(asked.scenario, all_layouts(asked)) if peak_memory(c).total <= asked.cluster.memory]
     legal = [c for c in fitting if _is_legal(asked, c.layout)]
     ranked = sorted(legal, key=lambda c: (float(step_times(count_work(c), constants_for(c)).total), str(c.layout)))
     found = {str(plan.layout): plan.seconds for plan in search_plans(asked, top=20)}
-    slowest = max(found.values())
-    assert all(str(c.layout) in found or price(c).seconds >= slowest for c in ranked[:10])
+    assert all(str(c.layout) in found or price(c).seconds >= max(found.values()) for c in ranked[:10])
