@@ -22,7 +22,7 @@ Table = tuple[Sequence[str], Iterable[Sequence[str]]]
 MEASURED = Path(__file__).parent / "pictures" / "experts.json"
 """what bench/experts.py wrote"""
 
-TOLD: dict[str, tuple[str, str, str]] = {
+DESCRIPTIONS: dict[str, tuple[str, str, str]] = {
     "noisy-top-k": (
         "Shazeer and others 2017",
         "the k best logits, with learned noise in training; weights: their softmax",
@@ -91,8 +91,8 @@ def gates() -> Table:
 
 
 def _gates() -> Iterator[tuple[str, ...]]:
-    assert TOLD.keys() == GATES.keys()
-    for name, (paper, rule, loss) in TOLD.items():
+    assert DESCRIPTIONS.keys() == GATES.keys()
+    for name, (paper, rule, loss) in DESCRIPTIONS.items():
         known = {
             key: given.default
             for key, given in inspect.signature(GATES[name]).parameters.items()

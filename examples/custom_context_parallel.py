@@ -1,7 +1,7 @@
 """Context parallelism for a custom model: python examples/custom_context_parallel.py
 
-Its attention is an `ec.CoreAttention`, and its forward takes `positions`, the position of each token. On one device both
-are plain attention; with cp=2 the core attends to the tokens of the other rank. `ec.verify` proves it.
+Its attention is an `ec.CoreAttention`, and its forward takes `positions`, the position of each token. On one device
+both are plain attention; with cp=2 the core attends to the tokens of the other rank. `ec.verify` proves it.
 """
 
 import sys

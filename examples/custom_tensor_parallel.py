@@ -1,7 +1,7 @@
 """Tensor parallelism for a custom model: python examples/custom_tensor_parallel.py
 
-The table `split` gives each module its role in tensor parallelism; docs/tensor-parallelism.md explains the roles. Nothing
-else in the model depends on ranks, and `ec.verify` proves that the split computes what one device computes.
+The table `split` gives each module its role in tensor parallelism; docs/tensor-parallelism.md explains the roles.
+Nothing else in the model depends on ranks, and `ec.verify` proves that the split computes what one device computes.
 """
 
 import sys

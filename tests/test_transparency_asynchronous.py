@@ -132,4 +132,4 @@ def test_a_batch_without_a_target_changes_nothing(pool, schedule):
 
 def test_the_emulation_knows_no_list_of_actions() -> None:
     source = Path(emulation.__file__).read_text(encoding="utf-8")
-    assert not any(room in source for room in ("pipeline.schedules", "pipeline.runtime", "pipeline.stream"))
+    assert not any(module in source for module in ("pipeline.schedules", "execution.runtime", "pipeline.async_"))

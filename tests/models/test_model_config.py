@@ -110,5 +110,6 @@ def test_reduced_takes_other_numbers_of_heads() -> None:
 
 
 def test_sizes_load_no_torch() -> None:
-    script = "import sys; from echelon.models import find_model; find_model('llama-8b').parameters; assert 'torch' not in sys.modules"
+    use = "from echelon.models import find_model; find_model('llama-8b').parameters"
+    script = f"import sys; {use}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=300)

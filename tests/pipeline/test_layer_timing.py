@@ -119,7 +119,7 @@ def test_an_unusable_profile_is_rejected_before_the_run_starts(tmp_path):
         Config.load(None, ["layout=pp=2,accumulate=2", f"pipeline.profile={file}"])
     with pytest.raises(ec.ValidationError, match="no effect"):
         Config.load(None, ["pipeline.profile=measure"])
-    with pytest.raises(ec.ValidationError, match=r"beside pipeline\.layers"):
+    with pytest.raises(ec.ValidationError, match=r"incompatible with pipeline\.layers"):
         Config.load(None, ["layout=pp=2,accumulate=2", "pipeline.profile=measure", "pipeline.layers=[2, 2]"])
 
 

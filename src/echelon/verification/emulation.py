@@ -27,7 +27,6 @@ from echelon.models.pipeline_model import is_within
 from echelon.optim.torch_rules import build_torch_optimizer
 from echelon.pipeline.execution.stage_assignment import PipelineStages, cut_into_stages
 from echelon.pipeline.schedule import looped_placement
-from echelon.pipeline.schedules import updates_per_step
 from echelon.verification.verify_case import VerifyCase
 
 WeightSnapshot = dict[str, Tensor]
@@ -45,7 +44,7 @@ def version_of(schedule: str, stage: int, stages: int, microbatch: int, per_upda
 def write_emulation(case: VerifyCase, layout_text: str, num_sequences: int, path: Path) -> None:
     """Run the rule of a layout's schedule, and write each step's loss and the final weights."""
     layout = Layout.parse(layout_text)
-    per_update = layout.accumulate // updates_per_step(layout)
+    per_update = layout.accumulate if layout.schedule == "2bw" else 1
     model = case.build("cpu")
     stream = rng.RandomStream(case.seed)
     rng.attach_stream(model, stream)
