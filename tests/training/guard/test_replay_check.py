@@ -233,7 +233,7 @@ def test_steps_that_cannot_be_replayed_are_refused(tmp_path):
     with pytest.raises(ValidationError, match="cannot replay a step that updates in backward"):
         config(tmp_path, "", **{"optimizer.in_backward": "true", "clip": 0})
     for offload in ("optimizer", "params"):
-        with pytest.raises(ValidationError, match=f"leave the device as they come .offload={offload}"):
+        with pytest.raises(ValidationError, match=f"offloads its gradients .offload={offload}"):
             config(tmp_path, f"offload={offload}")
     with pytest.raises(ValidationError, match=r"replay.action=stop has no effect with replay.every=0"):
         config(tmp_path, "", **{"replay.every": 0, "replay.action": "stop"})
