@@ -59,10 +59,10 @@ def planned(settings: Sequence[str]) -> dict[str, float]:
 
 
 def measured(model: str) -> tuple[Sequence[str], Iterator[Sequence[str]]]:
-    return ("", *PARTS, "planned", "measured", "off"), _told(model)
+    return ("", *PARTS, "planned", "measured", "off"), _table_rows(model)
 
 
-def _told(model: str) -> Iterator[Sequence[str]]:
+def _table_rows(model: str) -> Iterator[Sequence[str]]:
     for row in rows(model):
         parts = [f"{gib:.1f}" if gib >= 0.05 else "·" for gib in row.planned.values()]
         off = f"{100 * (row.total / row.peak - 1):+.1f} %"

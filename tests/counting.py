@@ -41,7 +41,7 @@ class CountCollectives(TorchDispatchMode):
             "alltoall_base_": ("all_to_all", args[1]),
             "send": ("send", args[0]),
         }
-        kind, whole = kinds.get(name, (name, []))  # an operator that nobody expects is counted under its own name
+        kind, whole = kinds.get(name, (name, []))  # an unexpected operator is counted under its own name
         tensors = [whole] if isinstance(whole, Tensor) else whole
         self.seen[kind, group, sum(t.numel() * t.element_size() for t in tensors)] += 1
 

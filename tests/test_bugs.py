@@ -64,9 +64,9 @@ def loop(layout, look):
 def test_wrapped_models_computed_with_old_parameters(pool, layout, look):
     """Under zero=1 and zero=2 a wrapped model's first unit was one step behind.
 
-    `wrap` told the units that the optimizer had stepped in a hook that ran after the root unit's own, which had already
-    found its old parameters whole. And it told them once per backward pass: a forward pass between backward and step
-    used that up, and every rank then kept the others' old slices for good.
+    `wrap` marked the parameter groups as updated in a hook that ran after the root group's own, which had already found
+    its old parameters unsharded. And it marked them once per backward pass: a forward pass between backward and step
+    cleared the mark, and every rank then kept the others' old shards for good.
     """
     (truth,) = pool.run(loop, 1, "dp=1", look)
     assert pool.run(loop, 2, layout, look) == pytest.approx([truth, truth], abs=1e-12)

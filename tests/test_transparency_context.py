@@ -79,7 +79,7 @@ def test_a_tied_embedding_and_positions_of_a_table(pool: RankPool) -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5])
 def test_ranks_without_a_token_issue_the_same_collectives(pool: RankPool, length: int) -> None:
-    """Shorter than the ranks have chunks: some hold padding alone, and nobody hangs."""
+    """Fewer tokens than chunks: some ranks hold padding only, and no rank hangs."""
     prover = Verifier(pool, VerifyCase(model=FOUR, steps=2, seq_len=length))
     for layout in ("cp=4", "cp=4,cp_kind=gather", "cp=4,cp_kind=ulysses"):
         verdict = prover.verify_layout(Layout.parse(layout))

@@ -117,7 +117,7 @@ def test_one_replica_of_the_experts_dispatches_in_chunks_and_the_other_does_not(
 @pytest.mark.parametrize("gate", ["noisy-top-k", "gshard", "expert-choice", "deepseek-v2", "hierarchical"])
 @pytest.mark.filterwarnings("ignore:gate")
 def test_every_kind_of_gate_decides_as_on_one_device(pool: RankPool, gate: str) -> None:
-    """Noise, a second expert by chance, experts that choose tokens: whole sequences decide, on every rank alike."""
+    """Noisy gates, a random second expert, expert choice: every rank decides on full sequences alike."""
     options = (("num_groups", 2), ("group_limit", 1)) if gate == "deepseek-v2" else ()
     k = 4 if gate == "hierarchical" else 2
     mixture = MoEConfig(experts=8, k=k, ffn=16, gate=gate, options=options)

@@ -78,7 +78,7 @@ def test_a_trace_becomes_parts():
     from echelon.bench.profile.roofline import Roofline
     from echelon.bench.profile.step_profile import make_breakdown
 
-    names = ("nvjet_a", "_norm_forward", "nobody knows", "nvjet_a")
+    names = ("nvjet_a", "_norm_forward", "unknown kernel", "nvjet_a")
     found = share_time([KernelSpan(name=name, start=float(n), end=n + 0.5) for n, name in enumerate(names, 1)])
     least = Roofline(seconds={"matmuls": 0.2, "norm": 0.1}, copy_bandwidth=1e12)
     one = make_breakdown(TINY, 1.75, found, least, steps=2)

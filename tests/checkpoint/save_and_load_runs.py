@@ -74,10 +74,10 @@ def run(
     """Trains from one step to another; returns the final state, assembled from all ranks."""
     engine = built(shape, layout, rule, options=options, scale=scale, clip=clip)
     saving = EngineCheckpointer(engine, folder)
-    told: dict[str, object] = {}
+    reported: dict[str, object] = {}
     if resume:
         loaded = saving.load(steps[0])
-        told |= {
+        reported |= {
             "loaded": loaded.hash,
             "stored": loaded.index.hash,
             "read": loaded.bytes_read,
@@ -90,7 +90,7 @@ def run(
             saving.save({})
     saving.wait()
     engine.drain()
-    told |= {"losses": losses, "saved": saving.hash, "values": whole(engine.parallel, "master")}
+    reported |= {"losses": losses, "saved": saving.hash, "values": whole(engine.parallel, "master")}
     saving.close()
     engine.close()
-    return told
+    return reported

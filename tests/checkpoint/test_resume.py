@@ -45,16 +45,16 @@ def losses(run: str | Path) -> dict[int, float]:
 @pytest.fixture(scope="module")
 def undisturbed(pool, tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
-    told = pool.run(train, 2, config(folder, **{"checkpoint.keep": 0}))[0]
-    return folder, told
+    reported = pool.run(train, 2, config(folder, **{"checkpoint.keep": 0}))[0]
+    return folder, reported
 
 
 def test_checkpoints_of_a_run(undisturbed):
-    _, told = undisturbed
-    found = states(told["run"])
+    _, reported = undisturbed
+    found = states(reported["run"])
     assert list(found) == [2, 4, 6, 8, STEPS]
-    assert told["checkpoint"].endswith(f"step-{STEPS:08d}")
-    records = list(Run.open(told["run"]).records("checkpoint"))
+    assert reported["checkpoint"].endswith(f"step-{STEPS:08d}")
+    records = list(Run.open(reported["run"]).records("checkpoint"))
     assert [record["hash"] for record in records] == list(found.values())
 
 
@@ -71,25 +71,25 @@ def test_killed_at_some_moment(pool, tmp_path, undisturbed, moment, rank, step, 
     found = list(states(run))
     # In a step, the previous save has finished or is still in flight.
     assert found == left or (moment == "step" and found == left[:-1])
-    told = pool.run(train, 2, resumed_config(run, []), str(run))[0]
+    reported = pool.run(train, 2, resumed_config(run, []), str(run))[0]
     _, other = undisturbed
     assert losses(run) == losses(other["run"])
     assert states(run)[STEPS] == states(other["run"])[STEPS]
     assert list(states(run)) == [8, STEPS]  # checkpoint.keep = 2
     assert not list((run / "checkpoints").glob(f"{WRITING_PREFIX}*"))
-    assert Path(told["run"]) == run
+    assert Path(reported["run"]) == run
 
 
 def test_other_numbers_of_ranks_see_the_same_samples(pool, tmp_path, undisturbed):
     """Losses are those of the run on two ranks: the samples are the same ones, in the same order."""
     _, other = undisturbed
     asked = config(tmp_path, "dp=4", steps=6)
-    told = pool.run(train, 4, asked)[0]
+    reported = pool.run(train, 4, asked)[0]
     # steps=6 has another learning rate; the samples do not depend on it
-    again = resumed_config(Path(told["run"]), [f"steps={STEPS}", "layout=tp=2"])
-    pool.run(train, 2, again, f"{told['run']}/checkpoints/step-00000006")
-    assert losses(told["run"])[1] == pytest.approx(losses(other["run"])[1], rel=1e-5)
-    assert sorted(losses(told["run"])) == list(range(1, STEPS + 1))
+    again = resumed_config(Path(reported["run"]), [f"steps={STEPS}", "layout=tp=2"])
+    pool.run(train, 2, again, f"{reported['run']}/checkpoints/step-00000006")
+    assert losses(reported["run"])[1] == pytest.approx(losses(other["run"])[1], rel=1e-5)
+    assert sorted(losses(reported["run"])) == list(range(1, STEPS + 1))
 
 
 def test_from_an_earlier_checkpoint(pool, tmp_path, undisturbed):
@@ -126,26 +126,26 @@ def test_a_disk_that_fills_up_ends_the_run_at_the_next_step(tmp_path, monkeypatc
 
 
 def test_a_complete_run_is_not_resumed(pool, undisturbed):
-    _, told = undisturbed
+    _, reported = undisturbed
     with pytest.raises(RankError, match=r"the run is already complete \(step 9 of 9\); increase steps"):
-        pool.run(train, 2, resumed_config(Path(told["run"]), []), told["run"])
+        pool.run(train, 2, resumed_config(Path(reported["run"]), []), reported["run"])
 
 
 def test_keys_that_cannot_change_on_resume(undisturbed):
-    _, told = undisturbed
+    _, reported = undisturbed
     with pytest.raises(ValidationError) as caught:
-        resumed_config(Path(told["run"]), ["seed=3", "batch=8", "layout=tp=2"])
+        resumed_config(Path(reported["run"]), ["seed=3", "batch=8", "layout=tp=2"])
     assert [fault.key for fault in caught.value.issues] == ["batch", "seed"]
 
 
 def test_missing_optimizer_states(undisturbed):
     """The error named optimizer.eps, which was not set."""
-    _, told = undisturbed
+    _, reported = undisturbed
     with pytest.raises(ValidationError) as caught:
-        resumed_config(Path(told["run"]), ["optimizer.name=lion"])
+        resumed_config(Path(reported["run"]), ["optimizer.name=lion"])
     (fault,) = caught.value.issues
     assert str(fault) == 'optimizer.name="lion" cannot change when a run resumes; legal: "adamw", or a new run'
-    assert resumed_config(Path(told["run"]), ['optimizer.name="adamw"', "optimizer.states=float32"])
+    assert resumed_config(Path(reported["run"]), ['optimizer.name="adamw"', "optimizer.states=float32"])
 
 
 def test_a_checkpoint_names_its_run():

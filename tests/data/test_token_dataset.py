@@ -50,7 +50,7 @@ def test_every_token_is_a_target_once_an_epoch(write, lengths: list[int], seq_le
     batch, place = data.batch(indices), data.locate(indices)
     position = place.sample[:, None] * seq_len + np.arange(seq_len)
     has_target = batch["targets"] != NO_TARGET
-    # Told a second way: position p predicts p + 1, unless that is no token, or the first of another document.
+    # Reported a second way: position p predicts p + 1, unless that is no token, or the first of another document.
     expected = set(range(1, len(file.tokens))) - (set(file.offsets.tolist()) if mask else set())
     assert sorted((position[has_target] + 1).tolist()) == sorted(expected)
     assert (batch["targets"][has_target] == file.tokens[position[has_target] + 1]).all()

@@ -55,7 +55,7 @@ class Rank:
         return replace(base, **changes)
 
 
-def told(states):
+def reported(states):
     verdict = diagnose(states)
     return verdict, format_diagnosis(verdict, states, now=NOW)
 
@@ -63,7 +63,7 @@ def told(states):
 def test_an_absent_rank_is_named_with_all_waiting_ranks():
     ranks = [Rank(r).did() for r in range(4)]
     states = [r.did(flag="w", site="b.py:2").state() if r.rank != 2 else r.state() for r in ranks]
-    verdict, text = told(states)
+    verdict, text = reported(states)
     assert (verdict.case, verdict.culprits) == ("absent", (2,))
     assert [rank for rank, _ in verdict.waiting] == [0, 1, 3]
     for fact in (
@@ -81,7 +81,7 @@ def test_an_absent_rank_is_named_with_all_waiting_ranks():
 
 def test_two_absent_ranks_are_both_named():
     states = [Rank(r).did(flag="w").state() if r < 2 else Rank(r).state() for r in range(4)]
-    verdict, text = told(states)
+    verdict, text = reported(states)
     assert verdict.culprits == (2, 3)
     assert "rank 2 (dp 2) and rank 3 (dp 3) did not reach" in text
 
@@ -91,7 +91,7 @@ def test_the_end_of_a_chain_of_waits_is_the_culprit():
     zero = Rank(0).did(flag="w", axis="tp", lane="0,1", peers=(0, 1))
     one = Rank(1).did(flag="w", lane="1,3", peers=(1, 3))
     two = Rank(2).did(flag="w", axis="tp", lane="2,3", peers=(2, 3))
-    verdict, text = told([zero.state(), one.state(), two.state(), Rank(3).state()])
+    verdict, text = reported([zero.state(), one.state(), two.state(), Rank(3).state()])
     assert (verdict.case, verdict.culprits) == ("absent", (3,))
     assert "rank 0 (dp 0)" in text
     assert verdict.operation.sequence in ("1,3", "2,3")
@@ -105,7 +105,7 @@ def test_a_stage_that_does_not_send_is_named():
         .did("receive", "w", axis="pp", lane=lane, peers=(0,))
     )
     sends = Rank(0, 2).did("send", axis="pp", lane=lane, peers=(1,))
-    verdict, text = told([sends.state(), waits.state()])
+    verdict, text = reported([sends.state(), waits.state()])
     assert (verdict.case, verdict.culprits) == ("absent", (0,))
     assert "did not send what another rank waits for: receive number 2 on axis pp" in text
 
@@ -119,7 +119,7 @@ def test_a_skipped_operation_is_found_by_the_next_one():
         return r.did("all_reduce", "w" if skips else "s", site="d.py:4", shape="[2]")
 
     ranks = [history(0, False), history(1, True), history(2, False)]
-    verdict, text = told([r.state() for r in ranks])
+    verdict, text = reported([r.state() for r in ranks])
     assert (verdict.case, verdict.culprits) == ("skipped", (1,))
     assert "rank 1 (dp 1) skipped reduce_scatter number 3 on axis dp (float32 [6], called at c.py:3" in text
     assert "operation number 3 is all_reduce (float32 [2], d.py:4)" in text
@@ -134,14 +134,14 @@ def test_of_two_ranks_the_one_that_skipped_is_known_from_the_steps_before():
             return r.did("all_gather", "w", site="b.py:2")
         return r.did("all_reduce", "w", site="a.py:1")
 
-    verdict, text = told([history(0, False).state(), history(1, True).state()])
+    verdict, text = reported([history(0, False).state(), history(1, True).state()])
     assert (verdict.case, verdict.culprits) == ("skipped", (1,))
     assert "skipped all_reduce number 5" in text
 
 
 def test_different_shapes_are_a_mismatch():
     states = [Rank(r).did(flag="w", shape="[9]" if r == 3 else "[8]").state() for r in range(4)]
-    verdict, text = told(states)
+    verdict, text = reported(states)
     assert (verdict.case, verdict.culprits) == ("disagree", (3,))
     assert "all_reduce (float32 [8], a.py:1), and all_reduce (float32 [9], a.py:1)" in text
 
@@ -154,7 +154,7 @@ def test_sizes_of_an_all_to_all_may_differ():
 def test_ranks_that_wait_in_a_cycle():
     zero = Rank(0, 2).did(flag="w", axis="tp", lane="tp")
     one = Rank(1, 2).did(flag="w", axis="dp", lane="dp")
-    verdict, text = told([zero.state(), one.state()])
+    verdict, text = reported([zero.state(), one.state()])
     assert (verdict.case, verdict.culprits) == ("circle", (0, 1))
     assert "axis tp" in text
     assert "axis dp" in text
@@ -169,7 +169,7 @@ def test_the_first_rank_that_raised_is_the_culprit():
         Rank(2).state(exit_kind="raised", exit_reason="ValueError: first", exit_time=2.0),
         Rank(3).did(flag="w").state(),
     ]
-    verdict, text = told(states)
+    verdict, text = reported(states)
     assert (verdict.case, verdict.culprits) == ("raised", (2,))
     assert "rank 2 (dp 2) raised ValueError: first, in data of step 3." in text
     assert [rank for rank, _ in verdict.waiting] == [0, 3]
@@ -182,7 +182,7 @@ def test_a_killed_rank_is_reported_with_signal_and_memory(used, words):
     memory = HostMemory(rank_bytes=2 * GIB, used_bytes=used * GIB, limit_bytes=16 * GIB)
     ending = "the process was ended by SIGKILL"
     states = [Rank(0, 2).did(flag="w").state(), Rank(1, 2).state(exit_kind="killed", exit_reason=ending, memory=memory)]
-    verdict, text = told(states)
+    verdict, text = reported(states)
     assert verdict.case == "killed"
     assert f"2.00 GiB in the rank, {used}.00 GiB of 16.00 GiB on its host" in text
     assert words in text
@@ -191,7 +191,7 @@ def test_a_killed_rank_is_reported_with_signal_and_memory(used, words):
 
 def test_missing_heartbeats_are_reported():
     states = [Rank(0, 2).did(flag="w").state(), Rank(1, 2).state(heartbeat_time=NOW - 30)]
-    assert "Its last heartbeat was 30.0 s ago" in told(states)[1]
+    assert "Its last heartbeat was 30.0 s ago" in reported(states)[1]
 
 
 def test_a_lost_rank_is_reported_with_its_last_heartbeat():
@@ -199,13 +199,13 @@ def test_a_lost_rank_is_reported_with_its_last_heartbeat():
     failed = (
         Rank(0, 2).did(flag="f").state(exit_kind="raised", exit_reason="RuntimeError: closed by peer", lost_peer=True)
     )
-    verdict, text = told([failed, Rank(1, 2).state()])
+    verdict, text = reported([failed, Rank(1, 2).state()])
     assert (verdict.case, verdict.culprits) == ("absent", (1,))
     assert "and the connection to it broke. At its last heartbeat, 0.2 s ago, it was in data of step 3." in text
 
 
 def test_a_rank_that_never_published_a_heartbeat():
-    verdict, text = told([Rank(0, 2).did(flag="w").state(), RankState(rank=1)])
+    verdict, text = reported([Rank(0, 2).did(flag="w").state(), RankState(rank=1)])
     assert verdict.culprits == (1,)
     assert "It never published a heartbeat" in text
 
@@ -213,7 +213,7 @@ def test_a_rank_that_never_published_a_heartbeat():
 def test_many_ranks_fit_in_a_paragraph():
     world = 2000
     states = [Rank(r, world).did(flag="w", peers=tuple(range(world))).state() for r in range(1, world)]
-    verdict, text = told([Rank(0, world).state(), *states])
+    verdict, text = reported([Rank(0, world).state(), *states])
     assert verdict.culprits == (0,)
     assert "and 1991 more" in text
     assert len(text) < 2500

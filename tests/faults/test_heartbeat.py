@@ -31,7 +31,7 @@ def board(request: Any, tmp_path: Path) -> Iterator[StateStore]:
 
 
 def test_one_rank_diagnoses_the_hang_once(board: StateStore) -> None:
-    told: list[tuple[Diagnosis, str]] = []
+    reported: list[tuple[Diagnosis, str]] = []
     recorders = [FlightRecorder() for _ in range(3)]
     for rank, recorder in enumerate(recorders):
         if isinstance(board, FileStateStore):
@@ -42,7 +42,12 @@ def test_one_rank_diagnoses_the_hang_once(board: StateStore) -> None:
     lanes = [recorder.new_sequence((0, 1, 2)) for recorder in recorders]
     hearts = [
         Heartbeat(
-            recorder, board, rank=rank, world_size=3, timeout=TIMEOUT, on_diagnosis=lambda *found: told.append(found)
+            recorder,
+            board,
+            rank=rank,
+            world_size=3,
+            timeout=TIMEOUT,
+            on_diagnosis=lambda *found: reported.append(found),
         )
         for rank, recorder in enumerate(recorders)
     ]
@@ -53,12 +58,12 @@ def test_one_rank_diagnoses_the_hang_once(board: StateStore) -> None:
         recorders[rank].record_wait(
             recorders[rank].record_start("all_reduce", "dp", lanes[rank], (8,), "torch.float32")
         )
-    while not told and time.time() - begun < 60:
+    while not reported and time.time() - begun < 60:
         time.sleep(0.05)
     time.sleep(0.5)  # the other ranks report nothing
     for heart in hearts:
         heart.stop()
-    ((verdict, text),) = told
+    ((verdict, text),) = reported
     assert (verdict.case, verdict.culprits) == ("absent", (2,))
     assert [rank for rank, _ in verdict.waiting] == [0, 1]
     assert text == board.get(DIAGNOSIS_KEY)

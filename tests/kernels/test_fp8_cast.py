@@ -55,8 +55,8 @@ def test_column_amax(shape: tuple[int, int]) -> None:
 
 def test_attached_row_amax_is_not_recomputed() -> None:
     x = torch.randn(3, 4, device=DEVICE)
-    told = torch.ones(3, device=DEVICE)
-    assert fp8_cast.row_amax(tensor_metadata.attach(x, TensorMetadata(row_amax=told))) is told
+    reported = torch.ones(3, device=DEVICE)
+    assert fp8_cast.row_amax(tensor_metadata.attach(x, TensorMetadata(row_amax=reported))) is reported
 
 
 @pytest.mark.parametrize("dtype", TYPES)

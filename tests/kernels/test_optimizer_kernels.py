@@ -235,7 +235,7 @@ def test_matrix_rules_with_triton_are_close_to_plain_torch(
         found.append([*masters, *(state.float().clone() for state in optimizer.states())])
     assert len(found[0]) == len(found[1])
     assert all(float((a - b).abs().max()) > 1e-3 for a, b in zip(first, found[1], strict=False))
-    # What is rounded by chance goes the other way where a sum differs by its last bit: one step of bfloat16.
+    # Stochastic rounding may flip if a sum differs in its last bit: one step of bfloat16.
     close = {"rtol": 2**-7, "atol": 1e-6} if form == "rounded" else {"rtol": 1e-4, "atol": 1e-7}
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(other, one, **close)

@@ -12,7 +12,7 @@ from echelon.launch.rank_failure import RankError, RankFailure
 
 
 @pytest.fixture
-def told(tmp_path):
+def reported(tmp_path):
     def error_of(seen, attempt):
         return RankError.from_failure(RankFailure.from_exit_code(-9, 1), world_size=2, function="training")
 
@@ -21,22 +21,22 @@ def told(tmp_path):
     signal.signal(signal.SIGTERM, before)
 
 
-def is_told(folder, attempt: int) -> bool:
+def is_reported(folder, attempt: int) -> bool:
     return (scratch_dir.attempt_dir(folder, attempt) / scratch_dir.FAULTS_DIR / f"{scratch_dir.STOP_KEY}.txt").exists()
 
 
-def test_running_ranks_receive_the_stop_request(told, tmp_path):
-    told.on_start()
+def test_running_ranks_receive_the_stop_request(reported, tmp_path):
+    reported.on_start()
     signal.raise_signal(signal.SIGTERM)
-    assert is_told(tmp_path, 0)
+    assert is_reported(tmp_path, 0)
     with pytest.raises(RankError):
-        told.on_failure({})  # no restart while stopping
+        reported.on_failure({})  # no restart while stopping
 
 
-def test_restarted_ranks_receive_the_stop_request(told, tmp_path):
+def test_restarted_ranks_receive_the_stop_request(reported, tmp_path):
     """SIGTERM came between a failure and the restart: the request reached only dead ranks, and the run continued."""
-    told.on_start()
-    told.on_failure({})
+    reported.on_start()
+    reported.on_failure({})
     signal.raise_signal(signal.SIGTERM)
-    told.on_start()
-    assert is_told(tmp_path, 1)
+    reported.on_start()
+    assert is_reported(tmp_path, 1)

@@ -73,8 +73,8 @@ def test_the_last_output_of_an_aborted_rank_is_reported(tmp_path: Path) -> None:
     log.write_text(
         "\n".join(["old", "what(): sizes differ", "Fatal Python error: Aborted", "", *stack, "Extension modules: x"])
     )
-    told = _last_lines(log)
-    assert "what(): sizes differ" in told
-    assert "f0.py" in told
-    assert "Extension modules" not in told
-    assert len(told.splitlines()) <= 1 + MAX_OUTPUT_LINES
+    reported = _last_lines(log)
+    assert "what(): sizes differ" in reported
+    assert "f0.py" in reported
+    assert "Extension modules" not in reported
+    assert len(reported.splitlines()) <= 1 + MAX_OUTPUT_LINES

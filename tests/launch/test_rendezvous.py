@@ -35,9 +35,9 @@ def met(store, size, word):
 
 def test_all_ranks_get_the_decision_despite_stale_keys(store):
     first = met(store, 3, "first")
-    assert {told for _, told in first.values()} == {"first"}
+    assert {reported for _, reported in first.values()} == {"first"}
     again = met(store, 2, "again")
-    assert {told for _, told in again.values()} == {"again"}
+    assert {reported for _, reported in again.values()} == {"again"}
     tokens = {token for token, _ in [*first.values(), *again.values()]}
     assert len(tokens) == 2
 

@@ -133,7 +133,7 @@ def test_selective_does_not_save_quadratic_tensors() -> None:
 
 
 class Deep(nn.Module):
-    """So many layers of a transformer's sizes: inside, each has eight times its input."""
+    """Layers of a transformer's sizes; inside, each saves eight times its input."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -253,9 +253,9 @@ def test_a_rehearsal_frees_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_budget_below_the_minimum_is_refused_with_the_minimum() -> None:
     shape = SHAPES["gpt"]
-    with pytest.raises(ValueError, match=r"is too small to recompute every layer .* use recompute=budget:") as told:
+    with pytest.raises(ValueError, match=r"is too small to recompute every layer .* use recompute=budget:") as reported:
         gradients(shape, "budget:0.000001GiB")
-    enough = str(told.value).partition("use recompute=")[2].partition(" ")[0]
+    enough = str(reported.value).partition("use recompute=")[2].partition(" ")[0]
     assert largest_error(gradients(shape, enough), gradients(shape, "none")) < 1e-12
 
 

@@ -87,7 +87,7 @@ def remembered(tensor: Tensor) -> Callable[[], Tensor]:
 
     def again() -> Tensor:
         found = storage()
-        assert found is not None, "memory was let go of while a copy of it was under way"
+        assert found is not None, "memory was freed during its copy"
         assert found.nbytes() == nbytes, "memory was given away while a copy of it was under way"
         return torch.empty(0, dtype=dtype).set_(found, *like)
 

@@ -247,7 +247,7 @@ def test_low_precision_states_on_the_host_equal_the_devices(states: str) -> None
 
 
 class Many(Scaled):
-    """So many targets that what divides by their number is zero in float16."""
+    """Enough targets that the mean gradient underflows in float16."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -72,7 +72,7 @@ def test_equals_the_paper(num: int, k: int, num_groups: int, k_groups: int) -> N
         assert torch.allclose(routing.weights.view(-1, k).sum(1), torch.ones(12, dtype=torch.float64))
 
 
-def test_a_group_nobody_chose_has_no_load() -> None:
+def test_a_group_without_tokens_has_no_load() -> None:
     made, x = gate("hierarchical", 3, 6, 2, num_groups=3, k_groups=1).eval(), tokens(1, 4, 3, 0)
     x[..., 0] = 1
     with torch.no_grad():

@@ -27,7 +27,7 @@ def layer(gate: str, k: float, *, activation: str = "swiglu") -> MoELayer:
 
 
 def dense(mixture: MoELayer, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Every expert sees every token, and weights that nobody gave are 0."""
+    """Every expert computes every token, with weight 0 unless routed to it."""
     routing = mixture.gate(x)
     tokens = x.flatten(0, 1)
     weights = torch.zeros(len(tokens), EXPERTS + 1, dtype=x.dtype)

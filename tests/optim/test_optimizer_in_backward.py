@@ -28,24 +28,24 @@ def trained(layout: str, rule: OptimizerConfig) -> tuple[dict[str, Tensor], list
     """On a rank: weights, and each step's loss and norm. The second step has no target."""
     options = float64()
     engine = Engine(models.build(MODEL, "meta", dtype=torch.float64), layout, rule, options=options)
-    told = []
+    reported = []
     for step in range(STEPS):
         batch = batch_of(MODEL, ROWS, seed=step)
         if step == 1:
             batch["targets"].fill_(-100)
         result = engine.step(batch)
-        told += [result.loss, result.norm, float(result.skipped)]
-    return whole(engine.parallel, "master"), told
+        reported += [result.loss, result.norm, float(result.skipped)]
+    return whole(engine.parallel, "master"), reported
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_in_backward_equals_an_update_after_backward(pool: RankPool, rule: OptimizerConfig) -> None:
     layouts = ("", "accumulate=2", "dp=2", "dp=2,zero=1", "dp=2,zero=2,accumulate=2", "dp=2,zero=3", "tp=2")
-    truth, told = pool.run(trained, 1, "", replace(rule, in_backward=False))[0]
+    truth, reported = pool.run(trained, 1, "", replace(rule, in_backward=False))[0]
     for layout in (*layouts, "dp=2,tp=2,zero=3,recompute=full"):
         found, numbers = pool.run(trained, Layout.parse(layout).world, layout, rule)[0]
         assert largest_error(found, truth) < 1e-10, layout
-        assert numbers == pytest.approx(told, rel=0, abs=1e-10), layout
+        assert numbers == pytest.approx(reported, rel=0, abs=1e-10), layout
 
 
 def most_units(layout: str, rule: OptimizerConfig) -> tuple[int, int, int]:

@@ -183,11 +183,11 @@ def test_gradients_are_fp32_only_where_they_accumulate(pool: RankPool, layout: s
 def test_the_dtypes_in_force_are_printed(layout: str, gradients: str, why: str) -> None:
     engine = engine_of(layout, OptimizerConfig(states="bfloat16"))
     rows = resolved_settings(Config(batch=engine.layout.batch), engine, PeakFlops(flops=1.0, source=""), 1)
-    told = {name: f"{value} ({reason})" for name, value, reason in rows}
-    assert f"gradients {gradients}" in told["dtypes"]
-    assert why in told["dtypes"]
-    assert "master float32 (split" in told["dtypes"]
-    assert told["moments"].startswith("bfloat16 (stochastic rounding")
+    reported = {name: f"{value} ({reason})" for name, value, reason in rows}
+    assert f"gradients {gradients}" in reported["dtypes"]
+    assert why in reported["dtypes"]
+    assert "master float32 (split" in reported["dtypes"]
+    assert reported["moments"].startswith("bfloat16 (stochastic rounding")
 
 
 def test_lazy_gradients_live_from_backward_to_update() -> None:

@@ -19,7 +19,7 @@ def chain(layers: int) -> list[str]:
 
 
 def all_counts(units: int, stages: int):
-    """Every way to give so many units to so many stages, in order and one at least to each."""
+    """Every partition of `units` into `stages` consecutive, non-empty stages."""
     for cuts in itertools.combinations(range(1, units), stages - 1):
         yield tuple(b - a for a, b in itertools.pairwise((0, *cuts, units)))
 

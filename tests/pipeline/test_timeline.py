@@ -125,8 +125,8 @@ def test_a_synchronous_step_has_no_time_for_updates():
     """They are made after it. `draw RUN` named them in its legend, for the microseconds of passing them by."""
     for name, seconds in (("1f1b", 0.0), ("pipedream", 0.5)):
         schedule = make_schedule(name, 2, 3)
-        told = simulate(schedule, Durations(update=0.5))
-        spans = [[(str(action), start, end) for action, start, end in told.spans(rank)] for rank in (0, 1)]
+        reported = simulate(schedule, Durations(update=0.5))
+        spans = [[(str(action), start, end) for action, start, end in reported.spans(rank)] for rank in (0, 1)]
         for found in planned_and_measured(schedule, spans):
             updates = [end - start for action, start, end in found.spans(0) if action.kind is ActionKind.UPDATE]
             assert updates == [seconds] * len(updates) != []

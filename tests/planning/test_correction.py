@@ -28,9 +28,9 @@ def test_the_first_step_does_not_count():
 
 
 def test_without_a_prediction_there_is_a_reason_and_no_ratio():
-    found = compare_prediction({"reason": "nobody knows"}, [1.0, 2.0], 5)
+    found = compare_prediction({"reason": "unknown device"}, [1.0, 2.0], 5)
     assert found["ratio"] is None
-    assert format_measured(found) == "measured 2.00 s a step; not predicted: nobody knows"
+    assert format_measured(found) == "measured 2.00 s a step; not predicted: unknown device"
 
 
 WRONG = {

@@ -117,7 +117,7 @@ def test_slow_inter_node_links_slow_only_groups_that_span_nodes(kind):
 
 
 def ring(steps, hop, gradients):
-    """A microbatch whose ring transfers take so many seconds over links of 1 byte a second, and nothing else."""
+    """A microbatch whose ring transfers take the given seconds over links of 1 byte per second, and nothing else."""
     work = count_work(case("cp=8")).microbatch
     traffic = CpTraffic(ring_steps=steps, ring_bytes=hop, ring_grad_bytes=gradients)
     return replace(work, cp=traffic, device=replace(work.device, latency=0.0, intra_node_bandwidth=1.0))

@@ -85,7 +85,7 @@ def test_every_collective_is_timed_on_every_rank(pool, kind):
     assert all(0 < second < 10 for seconds in found for second in seconds)
 
 
-def test_one_core_has_nobody_to_talk_to(monkeypatch):
+def test_one_core_measures_no_collectives(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
     found = bench_steps(local_cluster(), quick=True, on_ranks=lambda *_: pytest.fail("no ranks"))
     assert not {step.name for step in found} & set(COLLECTIVES)

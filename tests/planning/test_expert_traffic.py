@@ -122,7 +122,7 @@ def test_the_imbalance_is_an_input_and_has_a_default():
     assert even.seconds < usual.seconds < stated.seconds
 
 
-# -- what is told -----------------------------------------------------------------------------------------------------
+# -- what is reported -------------------------------------------------------------------------------------------------
 
 
 def test_a_plan_reports_active_parameters_bytes_and_imbalance():

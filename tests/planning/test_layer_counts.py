@@ -88,7 +88,7 @@ def test_qwen_saves_queries_and_keys_twice_and_tokens_at_their_experts():
     attention = 3 * width + 2 * (q + k) + k + out
     mixture = 2 * width + 6 * experts + 8 * (2 * width + 3 * ffn + 16)
     assert per_token(case(model="qwen3-30b-a3b")) == pytest.approx(attention + mixture)
-    # Of what can be made again there is the first norm.
+    # The first norm is the only operator that can be recomputed.
     ops = case("dp=1,microbatch=8,recompute=ops", "qwen3-30b-a3b")
     assert per_token(ops) == pytest.approx(attention + mixture - width)
 

@@ -115,7 +115,7 @@ def test_grids_are_tried_for_large_tp():
 
 
 class Plain(nn.Module):
-    """Attention of its own, which nobody can reach into."""
+    """Custom attention without a CoreAttention."""
 
     def __init__(self, **inside: nn.Module):
         super().__init__()

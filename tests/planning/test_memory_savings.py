@@ -197,8 +197,8 @@ def test_the_given_optimizer_is_priced() -> None:
 def test_the_command_lists_savings(capsys: pytest.CaptureFixture[str]) -> None:
     ask = ["plan", "llama-8b", "--cluster", "1xh200", "--batch", "4", "--savings", "--set", "optimizer.name=lion"]
     answer = CliRunner().invoke(app, [*ask, "--json"])
-    told = json.loads(answer.stdout)["savings"]
-    assert set(told[0]) == {
+    reported = json.loads(answer.stdout)["savings"]
+    assert set(reported[0]) == {
         "technique",
         "saved_bytes",
         "saved",
@@ -209,7 +209,7 @@ def test_the_command_lists_savings(capsys: pytest.CaptureFixture[str]) -> None:
         "runnable",
         "changes",
     }
-    assert all(set(one["saved"]) == set(SAVING_CATEGORIES) for one in told)
+    assert all(set(one["saved"]) == set(SAVING_CATEGORIES) for one in reported)
     shown = CliRunner().invoke(app, ask).stdout
     assert "What each technique would save of" in shown
     assert "--set optimizer.name=lion" in shown
@@ -261,8 +261,8 @@ def test_the_train_command_leaves_out_ineffective_settings() -> None:
 def test_savings_are_listed_if_nothing_fits() -> None:
     answer = CliRunner().invoke(app, ["plan", "gpt3-175b", "--cluster", "8xa100-40", "--batch", "64", "--json"])
     assert answer.exit_code != 0
-    told = json.loads(answer.stdout)["savings"]
-    assert any(one["technique"] == "optimizer.name=adafactor" and one["saved_bytes"] > GIB for one in told)
+    reported = json.loads(answer.stdout)["savings"]
+    assert any(one["technique"] == "optimizer.name=adafactor" and one["saved_bytes"] > GIB for one in reported)
 
 
 def test_default_rule_equals_the_configurations() -> None:

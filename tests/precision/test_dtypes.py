@@ -1,4 +1,4 @@
-"""The types that a configuration asks for: in force, counted, and told."""
+"""The types that a configuration asks for: in force, counted, and reported."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ SHAPE = tiny("llama", vocab=31)
 
 
 def batch(seed: int, step: int) -> dict[str, torch.Tensor]:
-    """Each token is three times the one before it plus one of two numbers, by chance."""
+    """Each token is three times the previous one plus a random one of two numbers."""
     source = torch.Generator().manual_seed(1000 * seed + step)
     rows = [torch.randint(0, SHAPE.vocab, (4, 1), generator=source)]
     for _ in range(16):

@@ -1,4 +1,4 @@
-"""bfloat16 weights without a master copy: rounded by chance, with the right mean, and alike in every layout."""
+"""Stochastic rounding of bfloat16 weights without master weights: unbiased, and the same in every layout."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ def test_columns_are_steps_until_they_are_full() -> None:
 
 def test_nothing_is_lost_in_columns() -> None:
     """Every assignment and every drop is in one column; figures are means over steps."""
-    told = records(steps=50, layers=1)
-    layer = ExpertLoadHistory.from_records(told, max_columns=8).layers[0]
-    lines = [line["layers"][0] for line in told]
+    reported = records(steps=50, layers=1)
+    layer = ExpertLoadHistory.from_records(reported, max_columns=8).layers[0]
+    lines = [line["layers"][0] for line in reported]
     total = layer.merged_column()
     assert total.dropped == sum(line["dropped"] for line in lines)
     assert total.counts == [sum(column) for column in zip(*(line["counts"] for line in lines), strict=True)]
@@ -39,16 +39,16 @@ def test_nothing_is_lost_in_columns() -> None:
 
 def test_steps_without_counts_have_figures() -> None:
     """Long runs log the counts of some steps only; the last steps of one may have none."""
-    told = records(steps=10, layers=1)
-    for line in told:
+    reported = records(steps=10, layers=1)
+    for line in reported:
         if line["step"] not in (1, 4):
             del line["layers"][0]["counts"]
-    layer = ExpertLoadHistory.from_records(told, max_columns=4).layers[0]
+    layer = ExpertLoadHistory.from_records(reported, max_columns=4).layers[0]
     assert [column.steps for column in layer.columns] == [4, 6]
     assert layer.merged_column().counts == [
-        a + b for a, b in zip(*(told[at]["layers"][0]["counts"] for at in (0, 3)), strict=True)
+        a + b for a, b in zip(*(reported[at]["layers"][0]["counts"] for at in (0, 3)), strict=True)
     ]
-    assert layer.merged_column().assigned == sum(line["layers"][0]["assigned"] for line in told)
+    assert layer.merged_column().assigned == sum(line["layers"][0]["assigned"] for line in reported)
 
 
 def test_unused_experts_are_listed() -> None:
@@ -64,8 +64,8 @@ def test_unused_experts_are_listed() -> None:
 def test_the_worst_layers_are_those_that_stay_unbalanced() -> None:
     """Routers are uneven at first; what counts is the second half."""
     early, late, even = [[90, 10]] * 5 + [[50, 50]] * 5, [[60, 40]] * 5 + [[70, 30]] * 5, [[50, 50]] * 10
-    told = [record(step + 1, [list(one[step]) for one in (early, late, even)], [0] * 3) for step in range(10)]
-    assert [layer.name for layer in ExpertLoadHistory.from_records(told).worst_layers(1)] == ["blocks.1.mlp"]
+    reported = [record(step + 1, [list(one[step]) for one in (early, late, even)], [0] * 3) for step in range(10)]
+    assert [layer.name for layer in ExpertLoadHistory.from_records(reported).worst_layers(1)] == ["blocks.1.mlp"]
 
 
 def logged(folder: Path, lines: list[dict[str, Any]], end: str = "") -> Path:
@@ -75,8 +75,8 @@ def logged(folder: Path, lines: list[dict[str, Any]], end: str = "") -> Path:
 
 
 def test_a_killed_run_is_read_up_to_its_last_complete_line(tmp_path: Path) -> None:
-    told = records(steps=3, layers=1)
-    history = ExpertLoadHistory.read(logged(tmp_path / "run", told, json.dumps(told[0])[:50]))
+    reported = records(steps=3, layers=1)
+    history = ExpertLoadHistory.read(logged(tmp_path / "run", reported, json.dumps(reported[0])[:50]))
     assert (history.name, history.steps) == ("run", (1, 3))
 
 
@@ -88,5 +88,5 @@ def test_missing_and_unreadable_logs(tmp_path: Path) -> None:
     for wrong in ({"kind": "experts", "step": 2}, {"kind": "experts", "step": 2, "layers": []}):
         with pytest.raises(RunError, match="expert loads cannot be read"):
             ExpertLoadHistory.read(logged(tmp_path, [*one, wrong]))
-    # Told twice is counted once.
+    # Reported twice is counted once.
     assert ExpertLoadHistory.read(logged(tmp_path, [*one, *one])).layers[0].merged_column().steps == 1

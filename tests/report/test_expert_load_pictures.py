@@ -100,8 +100,8 @@ def test_text_fits_the_terminal(history: ExpertLoadHistory, width: int, colour: 
 
 
 def test_text_shows_figures_and_unused_experts() -> None:
-    told = [record(step, [[7, 0, 31, 2]], [4]) for step in (1, 2)]
-    lines = as_text(ExpertLoadHistory.from_records(told), width=80, colour=False).plain.splitlines()
+    reported = [record(step, [[7, 0, 31, 2]], [4]) for step in (1, 2)]
+    lines = as_text(ExpertLoadHistory.from_records(reported), width=80, colour=False).plain.splitlines()
     rows = [line.split() for line in lines if re.match(r" +\d ", line)]
     assert rows == [["0", "33333333"], ["1", "........"], ["2", "66666666"], ["3", "11111111"]]
     assert "no token in the run: expert 1" in lines
@@ -133,8 +133,8 @@ def test_svg_is_well_formed(history: ExpertLoadHistory) -> None:
 
 
 def test_cells_of_svg_are_the_loads() -> None:
-    told = [record(1, [[7, 0, 31, 2]], [0]), record(2, [[10, 10, 10, 10]], [0])]
-    root = ElementTree.fromstring(expert_load_svg.as_svg(ExpertLoadHistory.from_records(told)))
+    reported = [record(1, [[7, 0, 31, 2]], [0]), record(2, [[10, 10, 10, 10]], [0])]
+    root = ElementTree.fromstring(expert_load_svg.as_svg(ExpertLoadHistory.from_records(reported)))
     paths = {path.attrib["class"]: path.attrib["d"] for path in root.iter(f"{SVG}path")}
     half = expert_load_svg.MAP_WIDTH / 2
     for name, cells in {"s2": 1, "s5": 1, "s0": 1, "s3": 4, "empty": 1}.items():

@@ -95,8 +95,8 @@ def test_another_reduce_dtype_must_be_configured(pool, layout):
 def scaled(layout, recipe):
     engine = Engine(models.build(SHAPE, "meta"), layout, SGD, options=float64(), loss_scale=recipe)
     results = [engine.step(batch()) for _ in range(3)]
-    told = [(result.loss, result.norm, result.next_loss_scale) for result in results]
-    return told, whole(engine.parallel, "master")
+    reported = [(result.loss, result.norm, result.next_loss_scale) for result in results]
+    return reported, whole(engine.parallel, "master")
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -104,9 +104,9 @@ def test_a_loss_scale_changes_nothing_in_any_split(pool, zero):
     plain, expected = pool.run(scaled, 1, "dp=1", None)[0]
     for way in WAYS[:3]:
         layout = Layout.parse(f"{way},zero={zero}")
-        told, found = pool.run(scaled, layout.world, str(layout), LossScale.dynamic(start=1024.0, every=2))[0]
-        assert [each[:2] for each in told] == [pytest.approx(each[:2], abs=1e-10) for each in plain]
-        assert [scale for *_, scale in told] == [1024.0, 2048.0, 2048.0]
+        reported, found = pool.run(scaled, layout.world, str(layout), LossScale.dynamic(start=1024.0, every=2))[0]
+        assert [each[:2] for each in reported] == [pytest.approx(each[:2], abs=1e-10) for each in plain]
+        assert [scale for *_, scale in reported] == [1024.0, 2048.0, 2048.0]
         assert largest_error(found, expected) < 1e-10, way
 
 

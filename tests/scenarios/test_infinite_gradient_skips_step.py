@@ -55,15 +55,15 @@ def steps_of(layout, name, on, shape=SHAPE, rule="adamw", compute=torch.float16)
     )
     engine.model.train()
     poison(engine, name, (1,), on)
-    told = []
+    reported = []
     for step in range(4):
         before = states(engine)
         result = engine.step(batch_of(shape, 4, seed=step))
         found = engine.locate_nonfinite(result)
         after = states(engine)
         same = len(before) == len(after) and all(map(torch.equal, before, after))
-        told.append((result.skipped, same, result.loss_scale, result.next_loss_scale, str(found)))
-    return told
+        reported.append((result.skipped, same, result.loss_scale, result.next_loss_scale, str(found)))
+    return reported
 
 
 def around_a_bad_step(layout, shape, rule):
@@ -85,8 +85,8 @@ def around_a_bad_step(layout, shape, rule):
 @pytest.mark.parametrize("layout", ["dp=2,zero=1", "dp=2,ep=2"])
 def test_a_skipped_step_changes_neither_ema_nor_gate_biases(pool, layout):
     shape = tiny("llama", moe=MoEConfig(experts=4, k=2, ffn=12, gate="loss-free"))
-    for told in pool.run(around_a_bad_step, 2, layout, shape, OptimizerConfig(lr=1e-2, ema=0.9)):
-        assert told == [(False, False), (True, True), (False, False)]
+    for reported in pool.run(around_a_bad_step, 2, layout, shape, OptimizerConfig(lr=1e-2, ema=0.9)):
+        assert reported == [(False, False), (True, True), (False, False)]
 
 
 WHERE = {
@@ -106,29 +106,31 @@ WHERE = {
 def test_all_ranks_skip_the_step_and_name_the_tensor(pool, layout):
     on, where = WHERE[layout]
     ranks = pool.run(steps_of, Layout.parse(layout).world, layout, DOWN, on)
-    for told in ranks:
-        assert [skipped for skipped, *_ in told] == [False, True, False, False]
-        assert [same for _, same, *_ in told] == [False, True, False, False], "weights, moments and their count stay"
-        scales = [(before, after) for *_, before, after, _ in told]
+    for reported in ranks:
+        assert [skipped for skipped, *_ in reported] == [False, True, False, False]
+        assert [same for _, same, *_ in reported] == [False, True, False, False], (
+            "weights, moments and their count stay"
+        )
+        scales = [(before, after) for *_, before, after, _ in reported]
         half = START / 2
         assert scales == [(START, START), (START, half), (half, half), (half, START)], "halves, and doubles after two"
-        assert [words for *_, words in told] == [told[0][-1], told[1][-1], "None", "None"]
-        assert told[1][-1].startswith(f"gradient of {DOWN} not finite on {where}")
-    assert all(told == ranks[0] for told in ranks), "everybody knows the same"
+        assert [words for *_, words in reported] == [reported[0][-1], reported[1][-1], "None", "None"]
+        assert reported[1][-1].startswith(f"gradient of {DOWN} not finite on {where}")
+    assert all(reported == ranks[0] for reported in ranks), "everybody knows the same"
 
 
 @pytest.mark.parametrize("layout", ["dp=1,accumulate=2", "tp=2"])
 def test_sgd_skips_the_step_too(pool, layout):
-    for told in pool.run(steps_of, Layout.parse(layout).world, layout, DOWN, {"tp": 0}, SHAPE, "sgd"):
-        assert [same for _, same, *_ in told] == [False, True, False, False]
+    for reported in pool.run(steps_of, Layout.parse(layout).world, layout, DOWN, {"tp": 0}, SHAPE, "sgd"):
+        assert [same for _, same, *_ in reported] == [False, True, False, False]
 
 
 def test_non_finite_expert_gradients_are_found_on_their_rank(pool):
     name = "blocks.0.mlp.experts.down"
     ranks = pool.run(steps_of, 2, "dp=2,ep=2", name, {"dp": 1}, EXPERTS)
-    for told in ranks:
-        assert [skipped for skipped, *_ in told] == [False, True, False, False]
-        assert told[1][-1] == f"gradient of {name} not finite on rank 1 (dp 1)"
+    for reported in ranks:
+        assert [skipped for skipped, *_ in reported] == [False, True, False, False]
+        assert reported[1][-1] == f"gradient of {name} not finite on rank 1 (dp 1)"
 
 
 def unscaled(layout, compute, value):

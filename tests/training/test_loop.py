@@ -147,7 +147,7 @@ def train_slow_to_drain(config, seconds):
 
 
 def test_an_asynchronous_run_logs_in_order_and_counts_its_drain(pool, config):
-    """Steps are told one later, so that nobody waits; an evaluation waits for everybody anyway."""
+    """Steps are logged one step late, so that no rank waits; an evaluation waits for all ranks anyway."""
     layout = {"layout": "pp=2,schedule=2bw,accumulate=2", "tied": False}
     config = dataclasses.replace(config, **layout, sample=SampleConfig(tokens=0), eval=EvalConfig(every=1, batches=1))
     summary, _ = pool.run(train_slow_to_drain, 2, config, 0.5)

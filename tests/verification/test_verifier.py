@@ -51,7 +51,7 @@ def batch(rows: int, seed: int) -> dict[str, Tensor]:
 
 
 def idle_batch(rows: int, seed: int) -> dict[str, Tensor]:
-    """In every other step nobody uses `side`."""
+    """Every other step leaves `side` unused."""
     found = batch(rows, seed)
     return {"x": found["x"], "labels": found["labels"] % (2 + seed % 2)}
 

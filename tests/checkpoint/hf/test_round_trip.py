@@ -52,8 +52,8 @@ def test_in_and_out(name: str, tmp_path: Path) -> None:
     before, after = stored(source), stored(tmp_path / "back")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) and before[key].dtype == after[key].dtype for key in before)
-    again, told = load(tmp_path / "back")
-    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    again, reported = load(tmp_path / "back")
+    assert not any(reported[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert {k: v.shape for k, v in again.state_dict().items()} == {k: v.shape for k, v in model.state_dict().items()}
     assert torch.equal(logits(again), wanted)
     assert hf_config_reader.read_hf_config(tmp_path / "back").config == replace(done.model.config, name="back")

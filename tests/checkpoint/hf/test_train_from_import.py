@@ -83,7 +83,7 @@ def test_a_command_starts_from_it(stored: Path, tmp_path: Path) -> None:
 
 
 def test_the_directory_is_a_model_everywhere(stored: Path) -> None:
-    # What a gate does where nobody says is said in a file.
+    # A file states the default of each gate option.
     wanted = replace(find_model("moe-tiny"), name="theirs", ffn=88, moe=find_model(str(stored)).moe)
     assert find_model(str(stored)) == wanted
     assert wanted.moe is not None

@@ -120,13 +120,13 @@ def train(kind: type[Plain], layout: str, lazy: bool = False) -> tuple[list[floa
         if lazy:
             unit.grads.lazy = True
             unit.free_grads()
-    told = []
+    reported = []
     for step in range(STEPS):
         result = engine.step(batch(step))
-        told += [result.loss, result.norm]
+        reported += [result.loss, result.norm]
         assert all((unit.grads.tensor is None) or not lazy for unit in engine.parallel.sharded_model.param_groups)
     shards = [unit.master.values().clone() for unit in engine.parallel.sharded_model.param_groups]
-    return told, shards, list(Direct.places)
+    return reported, shards, list(Direct.places)
 
 
 LAYOUTS = [
@@ -142,8 +142,8 @@ def test_a_step_equals_plain_autograd(pool: RankPool, layout: str) -> None:
     world = Layout.parse(layout).world
     for lazy in (False, True):
         both = zip(pool.run(train, world, Plain, layout), pool.run(train, world, Direct, layout, lazy), strict=True)
-        for (told, shards, _), (told_too, shards_too, places) in both:
-            assert told_too == pytest.approx(told, rel=1e-12)
+        for (reported, shards, _), (reported_too, shards_too, places) in both:
+            assert reported_too == pytest.approx(reported, rel=1e-12)
             for shard, other in zip(shards, shards_too, strict=True):
                 torch.testing.assert_close(other, shard, rtol=1e-10, atol=1e-12)
             # The first of a step is made in place: not a block's second call, and not where k has no place.

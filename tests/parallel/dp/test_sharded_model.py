@@ -124,7 +124,7 @@ class Borrowed(Net):
 
 
 class Structured(Net):
-    """Modules that return dicts and tuples, one of whose tensors nobody uses."""
+    """Modules that return dicts and tuples with an unused tensor."""
 
     class Block(nn.Module):
         def __init__(self) -> None:

@@ -59,8 +59,7 @@ def peak(ceiling: float, crowded: bool) -> tuple[int, int, int]:
 
 
 def stated(rows: float, k: int = 1) -> float:
-    """Bytes of so many rows here: what came and was put by expert, what experts keep, and their gradients; and of the
-    tokens' rows at home."""
+    """Bytes of these tokens: received and permuted, saved by experts, their gradients, and the tokens at home."""
     here = rows * (4 * WIDTH + 2 * 3 * FFN)
     home = k * TOKENS * 8 * WIDTH
     weights = 2 * EXPERTS / 4 * 3 * WIDTH * FFN

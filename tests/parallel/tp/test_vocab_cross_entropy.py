@@ -1,4 +1,4 @@
-"""Embedding and cross-entropy with the vocabulary divided: equal to torch's on the whole, and padded ids are nobody."""
+"""Vocab-parallel embedding and cross-entropy equal torch's, and padded ids have no probability."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_kv_heads_are_replicated_if_the_grid_side_is_a_multiple_of_them(name: st
 @pytest.mark.parametrize("name", GRIDS)
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_every_element_has_one_owner(name: str, family: str) -> None:
-    """Widths that the grid divides by nothing: padding and copies are nobody's."""
+    """Widths that the grid does not divide: padding and copies are not counted."""
     layout = Layout.parse(GRIDS[name])
     owned: Counter[str] = Counter()
     for rank in range(layout.world):

@@ -1,4 +1,4 @@
-"""Runs that are disturbed go on by themselves, and end as the one that nobody disturbed. Real processes on gloo."""
+"""Interrupted runs restart by themselves, and end like an uninterrupted run. Real processes on gloo."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def state(path: str | Path) -> str:
 
 @pytest.fixture(scope="module")
 def undisturbed(pool, tmp_path_factory):
-    """By layout: the directory of a run that nobody disturbed."""
+    """By layout: the directory of an uninterrupted run."""
     done: dict[str, Path] = {}
 
     def of(layout: str) -> Path:
@@ -132,12 +132,12 @@ def test_a_killed_rank_is_restarted_and_the_run_is_bit_equal(tmp_path, undisturb
     assert again["text"].startswith("rank 1 (dp 1) ended without an exception: the process was ended by SIGKILL, in")
     assert again["text"] == records(path, "diagnosis")[0]["text"]
     assert len(records(path, "injected")) == 1
-    (goes_on,) = records(path, "resume")
-    assert goes_on["step"] >= 4
+    (resumed,) = records(path, "resume")
+    assert resumed["step"] >= 4
     assert summary.time["restarts"] == 1
-    told = capfd.readouterr().err
-    assert told.count("rank 1 (dp 1) ended") == 1
-    assert "in forward of step 6. Restart 1 of 2." in told
+    reported = capfd.readouterr().err
+    assert reported.count("rank 1 (dp 1) ended") == 1
+    assert "in forward of step 6. Restart 1 of 2." in reported
 
 
 def test_user_errors_are_not_retried(tmp_path, capfd, monkeypatch):
@@ -166,8 +166,8 @@ def test_the_run_continues_in_another_layout_without_a_broken_rank(tmp_path, und
     assert change["why"] == "rank 1 failed 2 times in a row"
     assert change["predicted_step_s"] > 0
     assert summary.time["restarts"] == 1  # the second attempt did not come to its start
-    told = capfd.readouterr().err
-    assert "The run continues without that rank: layout dp=3" in told
+    reported = capfd.readouterr().err
+    assert "The run continues without that rank: layout dp=3" in reported
     assert records(path, "resume")[-1]["layout"] == change["to"]
 
 

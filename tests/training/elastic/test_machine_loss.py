@@ -1,4 +1,4 @@
-"""Two elastic agents on loopback as two machines; one of them is gone for good, and the other goes on alone."""
+"""Two elastic agents on loopback as two machines; one is lost for good, and the other resumes alone."""
 
 from __future__ import annotations
 

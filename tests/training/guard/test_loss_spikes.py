@@ -69,7 +69,7 @@ def facts_of(run: str | Path) -> Mapping[str, Any]:
 
 
 def losses(run: str | Path) -> dict[int, float]:
-    """As they were told last."""
+    """As they were reported last."""
     return {record["step"]: record["loss"] for record in Run.open(run).records("step")}
 
 
@@ -110,38 +110,38 @@ def test_dropout_masks_follow_the_step_and_tokens_the_batch(tmp_path):
 # -- what is a spike --------------------------------------------------------------------------------------------------
 
 
-def told(values, **changes):
+def reported(values, **changes):
     spikes = SpikeDetector(SpikeConfig(**{"action": "rollback", "window": 4, "factor": 5.0, **changes}))
     return spikes, [spikes.observe(step, StepResult.from_values(value, 1, 1.0)) for step, value in enumerate(values, 1)]
 
 
 def test_no_loss_is_a_spike_before_the_window_is_full():
-    _, found = told([3.0, 2.9, 90.0, 2.8, 2.7])
+    _, found = reported([3.0, 2.9, 90.0, 2.8, 2.7])
     assert found == [None] * 5
-    _, found = told([3.0, 2.9, 2.8, 2.7, 90.0])
+    _, found = reported([3.0, 2.9, 2.8, 2.7, 90.0])
     assert (found[-1].first, found[-1].loss, found[-1].median) == (5, 90.0, pytest.approx(2.85))
 
 
 def test_a_spike_does_not_move_its_history():
     """With mean and standard deviation, the first of these would hide the second."""
-    spikes, found = told([3.0, 2.9, 2.8, 2.7, 90.0, 9.0, 2.6])
+    spikes, found = reported([3.0, 2.9, 2.8, 2.7, 90.0, 9.0, 2.6])
     assert [spike.first for spike in found if spike] == [5, 6]
     assert list(spikes.recent_losses) == [2.9, 2.8, 2.7, 2.6]
 
 
 def test_ripples_of_a_flat_curve_are_no_spikes():
-    _, found = told([2.0, 2.0, 2.0, 2.0, 2.1, 2.0, 2.3])
+    _, found = reported([2.0, 2.0, 2.0, 2.0, 2.1, 2.0, 2.3])
     assert [spike.first for spike in found if spike] == [7]
 
 
 def test_falling_losses_and_skipped_steps_are_no_spikes():
-    spikes, found = told([9.0, 8.0, 6.0, 5.0, 4.0, float("nan"), 3.0])
+    spikes, found = reported([9.0, 8.0, 6.0, 5.0, 4.0, float("nan"), 3.0])
     assert found == [None] * 7
     assert list(spikes.recent_losses) == [6.0, 5.0, 4.0, 3.0]
 
 
 def test_the_loss_history_is_restored_on_resume():
-    spikes, _ = told([3.0, 2.9, 2.8, 2.7])
+    spikes, _ = reported([3.0, 2.9, 2.8, 2.7])
     other = SpikeDetector(spikes.config)
     other.load_state_dict(json.loads(json.dumps(spikes.state_dict())))
     assert (
@@ -157,10 +157,10 @@ def test_the_loss_history_is_restored_on_resume():
 @pytest.mark.parametrize(
     ("layout", "at", "lost"),
     [("dp=2,zero=1", AT, 2), ("pp=2,accumulate=2", AT, 2), (LATE, AT, 3), (LATE, 9, 3)],
-    ids=["dp", "pp", "told later", "and saved"],
+    ids=["dp", "pp", "reported later", "and saved"],
 )
 def test_a_rolled_back_run_equals_one_that_never_saw_the_batch(pool, tmp_path, layout, at, lost):
-    """Where steps are told one later, the one behind the spike is lost too; not where a checkpoint is due, which is not
+    """If steps are logged one late, the one after the spike is lost too; not where a checkpoint is due, which is not
     written before the spike is known."""
     changes = {"spike.window": 7, "spike.factor": 1, **({"tied": "false"} if layout == LATE else {})}
     world = Layout.parse(layout).world
@@ -171,7 +171,7 @@ def test_a_rolled_back_run_equals_one_that_never_saw_the_batch(pool, tmp_path, l
     assert losses(struck["run"]) == losses(never["run"])
     assert end_of(struck["run"]) == end_of(never["run"])
     assert end_of(struck["run"])[1] == [at]
-    history = [facts_of(told["run"])["spikes"]["losses"] for told in (struck, never)]
+    history = [facts_of(reported["run"])["spikes"]["losses"] for reported in (struck, never)]
     assert history[0] == history[1] == [losses(never["run"])[step] for step in range(STEPS - 6, STEPS + 1)]
     assert (struck["time"]["lost_steps"], struck["time"]["restarts"]) == (lost, 0)
     assert next(r["batch"] for r in records(struck["run"], "step")[::-1] if r["step"] == at) == at + 1

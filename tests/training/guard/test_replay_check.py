@@ -1,4 +1,4 @@
-"""The replay check: who computed wrongly, where it began, which pass it was; and nothing at all where nobody did."""
+"""The replay check names the rank, layer and pass of a wrong result, and reports nothing without one."""
 
 from __future__ import annotations
 

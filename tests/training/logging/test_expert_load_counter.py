@@ -135,7 +135,7 @@ def loads_of_own(text: str) -> list[ExpertLoad]:
 
 
 def test_stages_of_a_custom_model_know_moe_layers_of_other_stages(pool: RankPool) -> None:
-    """A rank without a mixture waited for nobody, and those with one waited for it."""
+    """A rank without an MoE layer skipped the all-reduce, and ranks with one hung in it."""
     alone = pool.run(loads_of_own, 1, "dp=1,microbatch=4")[0]
     assert [(load.layer, len(load.counts), load.assigned) for load in alone] == [
         ("layers.0", 4, 88),
@@ -163,9 +163,9 @@ def test_expert_load_of_an_asynchronous_schedule(pool: RankPool) -> None:
     first, second = pool.run(asynchronous_loads, 2)
     assert first == second
     for layer in range(2):
-        told = [loads[layer].assigned for loads in first]
-        assert all(told)
-        assert sum(told) <= 3 * 4 * 33 * 2
+        reported = [loads[layer].assigned for loads in first]
+        assert all(reported)
+        assert sum(reported) <= 3 * 4 * 33 * 2
     gate = replace(MODEL, moe=replace(MODEL.moe, gate="loss-free"))
     with pytest.raises(ValueError, match=r"balances by the loads of a step \(blocks.0.mlp.gate\) has none"):
         experts_per_moe_layer(models.build(gate, "meta"), Layout.parse("pp=2,schedule=2bw"))

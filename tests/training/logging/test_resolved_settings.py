@@ -83,18 +83,18 @@ def test_a_custom_model_has_no_tokens_and_no_known_traffic():
 
 
 def test_optimizer_defaults_are_reported():
-    def told(**changes):
+    def reported(**changes):
         return rows_of(engine_of(tiny("llama"), "dp=1", optimizer=OptimizerConfig(**changes)))
 
-    assert told()["optimizer"] == ("adamw, betas [0.9, 0.95]", "its default")
-    assert told(name="sgd", momentum=0.9)["optimizer"] == ("sgd, momentum 0.9", "as configured")
-    assert "optimizer" not in told(name="sm3")
-    muon = told(name="muon", ema=0.99, in_backward=True)
+    assert reported()["optimizer"] == ("adamw, betas [0.9, 0.95]", "its default")
+    assert reported(name="sgd", momentum=0.9)["optimizer"] == ("sgd, momentum 0.9", "as configured")
+    assert "optimizer" not in reported(name="sm3")
+    muon = reported(name="muon", ema=0.99, in_backward=True)
     assert muon["optimizer"][0] == "muon, betas [0.9, 0.95], momentum 0.95"
     assert muon["by AdamW"][0] == "7 of 21 parameters on this rank"
     assert muon["EMA"][0] == "of the weights, decay 0.99"
     assert muon["update"][0] == "in backward"
-    assert told(states="int8")["moments"][1].startswith("256 elements share a scale")
+    assert reported(states="int8")["moments"][1].startswith("256 elements share a scale")
 
 
 def test_offloaded_states_and_transfers_are_reported():
