@@ -1,4 +1,4 @@
-"""`echelon bench` on this machine's processor: small sizes, on the warm ranks of the pool."""
+"""`echelon bench` on this machine's CPU: small sizes, on the warm ranks of the pool."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ SMALL = {
 
 @pytest.fixture
 def small(monkeypatch, pool):
-    """Two cores, whatever this worker keeps to, and measurements of milliseconds."""
+    """Two CPU cores, whatever this worker is pinned to and whatever GPU there is, and measurements of milliseconds."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for name, value in SMALL.items():
         monkeypatch.setattr(device_bench, name, value)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
@@ -86,12 +87,14 @@ def test_every_collective_is_timed_on_every_rank(pool, kind):
 
 
 def test_one_core_measures_no_collectives(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
     found = bench_steps(local_cluster(), quick=True, on_ranks=lambda *_: pytest.fail("no ranks"))
     assert not {step.name for step in found} & set(COLLECTIVES)
 
 
 def test_no_measurement_takes_more_than_its_share_of_the_memory(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("echelon.planning.cluster.cluster._physical_memory", lambda: 32 << 20)
     names = [step.name for step in bench_steps(local_cluster(), quick=True, on_ranks=lambda *_: [])]
     assert "matmul 64 x 64 x 64" in names

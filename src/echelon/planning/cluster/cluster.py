@@ -214,11 +214,11 @@ def _network_link(name: str, parts: Sequence[NodeGroup]) -> LinkSpec:
 # -- this machine -----------------------------------------------------------------------------------------------------
 
 
-def local_cluster() -> Cluster:
-    """The GPUs of this machine as one node, or its CPU cores."""
+def local_cluster(device: str = "auto") -> Cluster:
+    """The GPUs of this machine as one node, or its CPU cores if it has none or `device` is cpu."""
     import torch  # slow, and needed only here
 
-    if not torch.cuda.is_available():
+    if device == "cpu" or not torch.cuda.is_available():
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         memory = _physical_memory()
         cpu = replace(DEVICE_KINDS["cpu"], memory=memory // cores)
@@ -244,7 +244,7 @@ def local_cluster() -> Cluster:
 def device_kind(name: str, memory: int) -> str:
     """The device kind of a driver's device name, or "".
 
-    >>> kind_of("NVIDIA A100-SXM4-80GB", 80 << 30), kind_of("NVIDIA H200", 140 << 30)
+    >>> device_kind("NVIDIA A100-SXM4-80GB", 80 << 30), device_kind("NVIDIA H200", 140 << 30)
     ('a100-80', 'h200')
     """
     words = re.split(r"[^a-z0-9]+", name.lower())

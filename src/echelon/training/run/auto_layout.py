@@ -131,7 +131,7 @@ def plan_request_of(config: Config, ranks: int | None) -> PlanRequest:
     shape = config.override_model(model_config.find_model(config.model))
     return PlanRequest(
         shape=config_shape(shape),
-        cluster=_cluster_of_ranks(ranks),
+        cluster=_cluster_of_ranks(ranks, config.device),
         batch=config.batch,
         seq_len=config.seq_len,
         precision=planner_precision(config),
@@ -144,13 +144,15 @@ def plan_request_of(config: Config, ranks: int | None) -> PlanRequest:
     )
 
 
-def _cluster_of_ranks(ranks: int | None) -> Cluster:
+def _cluster_of_ranks(ranks: int | None, device: str) -> Cluster:
     """Return a cluster of machines like this one, with the ranks that a launcher started."""
-    cluster = local_cluster()
-    device = cluster.device
+    cluster = local_cluster(device)
     world = ranks or cluster.devices
     local = min(int(os.environ.get("LOCAL_WORLD_SIZE", world)), world)
-    return replace(cluster, node_groups=(NodeGroup(device=device, nodes=max(1, world // local), per_node=local),))
+    if device == "auto" and local > cluster.devices:  # as ranks join: one GPU each, or all on the CPU
+        cluster = local_cluster("cpu")
+    nodes = max(1, world // local)
+    return replace(cluster, node_groups=(NodeGroup(device=cluster.device, nodes=nodes, per_node=local),))
 
 
 def _from_file(path: Path) -> tuple[str, str]:

@@ -102,7 +102,7 @@ def scenario_of(config: Config, layout: Layout, shape: ModelConfig, cluster: Clu
 
 def _this_machine(world: World, threads: int) -> Cluster:
     """Return `--cluster here` with the ranks of this run; a CPU rank has the speed of all its threads."""
-    cluster = local_cluster()
+    cluster = local_cluster(world.device.type)
     device = cluster.device
     if world.device.type == "cpu":
         flops = {name: threads * peak for name, peak in device.flops.items()}
