@@ -64,7 +64,9 @@ def test_a_custom_model_is_verified():
 
 
 def test_a_custom_loop_runs_under_torchrun(tmp_path):
-    done = run(tmp_path, "-m", "torch.distributed.run", "--nproc-per-node", "2", EXAMPLES / "custom_loop.py")
+    # --standalone takes a free port: torchrun's own port may be in use by another test.
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = run(tmp_path, *torchrun, EXAMPLES / "custom_loop.py")
     shown = re.findall(r"like (DDP|FSDP) +(\S+) +loss (\S+) -> (\S+), (\d+) tensors", done.stdout)
     assert [(name, layout) for name, layout, *_ in shown] == [("DDP", "dp=2"), ("FSDP", "dp=2,zero=3")]
     ddp, fsdp = (tuple(map(float, losses)) for _, _, *losses in shown)

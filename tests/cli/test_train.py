@@ -95,7 +95,15 @@ def test_torchrun_just_works(here):
     alone = json.loads(invoke("c.toml", *TINY, "--json").stdout)
     done = command(
         *("c.toml", *TINY, "--set", "layout=tp=2", "--json"),
-        launcher=("-m", "torch.distributed.run", "--nproc-per-node", "2", "--log-dir", str(here / "logs")),
+        launcher=(
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "--log-dir",
+            str(here / "logs"),
+        ),
     )
     assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout)
