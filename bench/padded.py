@@ -27,7 +27,8 @@ from echelon.config.sections import OptimizerConfig
 from echelon.layout import Layout
 from echelon.models.pipeline_model import PipelineLayer, PipelineModel
 from echelon.pipeline.schedules import FAMILIES, make_schedule
-from echelon.pipeline.simulate import Durations, Timeline, simulate
+from echelon.pipeline.simulate import Durations, simulate
+from echelon.pipeline.timeline import Timeline
 from echelon.training.engine import Engine
 
 RANKS = 4

@@ -36,7 +36,11 @@ class ActionKind(StrEnum):
     DROP_STASHED = "D"
 
 
-COMPUTE = frozenset({ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD})
+FORWARD, BACKWARD = ActionKind.FORWARD, ActionKind.BACKWARD
+INPUT_GRAD, WEIGHT_GRAD = ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD
+"""for inner loops: attributes of an enum are slow"""
+
+COMPUTE = frozenset({FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD})
 SENDS = frozenset({ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD})
 RECEIVES = frozenset({ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD})
 VERSIONS = frozenset({ActionKind.UPDATE, ActionKind.STASH, ActionKind.DROP_STASHED})
@@ -71,7 +75,5 @@ class Action(NamedTuple):
                 f"{text.strip()!r} is not an action; write stage, kind and microbatch as in 2F0, with a kind of "
                 f"{', '.join(ActionKind)}"
             )
-        stage, kind, index, part, version = match.groups()
-        return cls(
-            int(stage), ActionKind(kind), int(index), int(part or 0), LATEST if version is None else int(version)
-        )
+        stage, kind, index, part, version = match.groups(default="")
+        return cls(int(stage), ActionKind(kind), int(index), int(part or 0), int(version or LATEST))

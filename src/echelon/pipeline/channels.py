@@ -25,44 +25,34 @@ RECEIVE_KIND = {
 }
 """the kind of a channel's receives, by that of its sends"""
 
+_DIRECTION = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.INPUT_GRAD: -1}
+"""from the stage of an action to the stage that takes its output"""
+
 
 def outgoing_channel(rank_of_stage: Sequence[int], action: Action) -> Channel | None:
     """The channel that carries the output of an action."""
-    stage, kind, _, _, _ = action
-    if (
-        kind is ActionKind.FORWARD
-        and stage + 1 < len(rank_of_stage)
-        and rank_of_stage[stage + 1] != rank_of_stage[stage]
-    ):
-        return (ActionKind.SEND_FORWARD, stage)
-    if (
-        (kind is ActionKind.BACKWARD or kind is ActionKind.INPUT_GRAD)
-        and stage
-        and rank_of_stage[stage - 1] != rank_of_stage[stage]
-    ):
-        return (ActionKind.SEND_BACKWARD, stage)
-    return None
+    step = _DIRECTION.get(action.kind)
+    return _channel(rank_of_stage, action.stage, action.stage + step) if step else None
 
 
 def incoming_channel(rank_of_stage: Sequence[int], action: Action) -> Channel | None:
     """The channel that carries the input of an action."""
-    stage, kind, _, _, _ = action
-    if kind is ActionKind.FORWARD and stage and rank_of_stage[stage - 1] != rank_of_stage[stage]:
-        return (ActionKind.SEND_FORWARD, stage - 1)
-    if (
-        (kind is ActionKind.BACKWARD or kind is ActionKind.INPUT_GRAD)
-        and stage + 1 < len(rank_of_stage)
-        and rank_of_stage[stage + 1] != rank_of_stage[stage]
-    ):
-        return (ActionKind.SEND_BACKWARD, stage + 1)
-    return None
+    step = _DIRECTION.get(action.kind)
+    return _channel(rank_of_stage, action.stage - step, action.stage) if step else None
+
+
+def _channel(rank_of_stage: Sequence[int], sender: int, receiver: int) -> Channel | None:
+    if min(sender, receiver) < 0 or max(sender, receiver) >= len(rank_of_stage):
+        return None
+    if rank_of_stage[sender] == rank_of_stage[receiver]:
+        return None
+    return (ActionKind.SEND_FORWARD if sender < receiver else ActionKind.SEND_BACKWARD, sender)
 
 
 def transfer_channel(action: Action) -> Channel:
     """The channel of a send or a receive."""
-    stage, kind, _, _, _ = action
-    if kind is ActionKind.RECEIVE_FORWARD:
-        return (ActionKind.SEND_FORWARD, stage - 1)
-    if kind is ActionKind.RECEIVE_BACKWARD:
-        return (ActionKind.SEND_BACKWARD, stage + 1)
-    return (kind, stage)
+    if action.kind is ActionKind.RECEIVE_FORWARD:
+        return (ActionKind.SEND_FORWARD, action.stage - 1)
+    if action.kind is ActionKind.RECEIVE_BACKWARD:
+        return (ActionKind.SEND_BACKWARD, action.stage + 1)
+    return (action.kind, action.stage)

@@ -18,30 +18,22 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 
-from echelon.pipeline.actions import RECEIVES, SENDS, Action, ActionKind
+from echelon.pipeline.actions import BACKWARD, FORWARD, INPUT_GRAD, RECEIVES, SENDS, WEIGHT_GRAD, Action, ActionKind
 from echelon.pipeline.schedule import Schedule
 
 ActionResult = tuple[str, int, int, int]
 """what an action produces: its kind (G, a gradient, for B and I alike), stage, microbatch and slice"""
 
-FORWARD, BACKWARD, INPUT, WEIGHT = (
-    ActionKind.FORWARD,
-    ActionKind.BACKWARD,
-    ActionKind.INPUT_GRAD,
-    ActionKind.WEIGHT_GRAD,
-)  # attributes of an enum are slow
-
 
 def is_lowered(schedule: Schedule) -> bool:
     """Whether the schedule has sends and receives."""
-    return any(
-        action.kind in SENDS or action.kind in RECEIVES for actions in schedule.rank_actions for action in actions
-    )
+    transfers = SENDS | RECEIVES
+    return any(action.kind in transfers for actions in schedule.rank_actions for action in actions)
 
 
 def action_result(action: Action) -> ActionResult:
     stage, kind, index, part, _ = action
-    return ("G" if kind is BACKWARD or kind is INPUT else kind.value, stage, index, part)
+    return ("G" if kind is BACKWARD or kind is INPUT_GRAD else kind.value, stage, index, part)
 
 
 class Dependencies:
@@ -49,8 +41,8 @@ class Dependencies:
 
     def __init__(self, schedule: Schedule):
         self.last_stage, self.last_slice = schedule.stages - 1, schedule.slices - 1
-        homes, with_messages = schedule.rank_of_stage, is_lowered(schedule)
-        self._by_transfer = [with_messages and one != other for one, other in pairwise(homes)]
+        has_transfers = is_lowered(schedule)
+        self._by_transfer = [has_transfers and rank != other for rank, other in pairwise(schedule.rank_of_stage)]
         """for each stage but the last, whether a transfer leads to the next stage"""
 
     def for_action(self, action: Action) -> list[ActionResult]:
@@ -62,16 +54,16 @@ class Dependencies:
             if part:
                 needs.append(("F", stage, index, part - 1))
             if stage:
-                is_message = self._by_transfer[stage - 1]
-                needs.append(("RF", stage, index, part) if is_message else ("F", stage - 1, index, part))
-        elif kind is BACKWARD or kind is INPUT:
+                is_received = self._by_transfer[stage - 1]
+                needs.append(("RF", stage, index, part) if is_received else ("F", stage - 1, index, part))
+        elif kind is BACKWARD or kind is INPUT_GRAD:
             needs.append(("F", stage, index, part))
             if part < self.last_slice:
                 needs.append(("G", stage, index, part + 1))
             if stage < self.last_stage:
-                is_message = self._by_transfer[stage]
-                needs.append(("RB", stage, index, part) if is_message else ("G", stage + 1, index, part))
-        elif kind is WEIGHT or kind is ActionKind.SEND_BACKWARD:
+                is_received = self._by_transfer[stage]
+                needs.append(("RB", stage, index, part) if is_received else ("G", stage + 1, index, part))
+        elif kind is WEIGHT_GRAD or kind is ActionKind.SEND_BACKWARD:
             needs.append(("G", stage, index, part))
         elif kind is ActionKind.SEND_FORWARD:
             needs.append(("F", stage, index, part))

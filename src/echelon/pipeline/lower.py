@@ -35,21 +35,17 @@ def lower(schedule: Schedule) -> Schedule:
     """The schedule with its sends and receives; a lowered one is returned unchanged."""
     if is_lowered(schedule):
         return schedule
-    start_times = _start_times(schedule)
+    timeline = simulate(schedule)
+    start_times = [
+        [(start, end - start) for start, end in zip(starts, ends, strict=True)]
+        for starts, ends in zip(timeline.starts, timeline.ends, strict=True)
+    ]
     channels = _ChannelQueues(schedule, start_times)
     lists = tuple(
         tuple(_with_transfers(schedule, channels, actions, starts))
         for actions, starts in zip(schedule.rank_actions, start_times, strict=True)
     )
     return replace(schedule, rank_actions=lists)
-
-
-def _start_times(schedule: Schedule) -> list[list[StartTime]]:
-    timeline = simulate(schedule)
-    return [
-        [(start, end - start) for start, end in zip(starts, ends, strict=True)]
-        for starts, ends in zip(timeline.starts, timeline.ends, strict=True)
-    ]
 
 
 class _ChannelQueues:
@@ -63,9 +59,7 @@ class _ChannelQueues:
                 if channel := outgoing_channel(schedule.rank_of_stage, action):
                     self._queues.setdefault(channel, {})[action.index, action.slice_index] = start
         self._received: dict[Channel, set[TransferKey]] = {}
-        self._remaining: dict[Channel, Iterator[TransferKey]] = {
-            key: iter(queue) for key, queue in self._queues.items()
-        }
+        self._remaining = {channel: iter(queue) for channel, queue in self._queues.items()}
 
     def required_receives(self, action: Action) -> tuple[list[Action], StartTime]:
         """The receives that an action depends on, and the start of the action that produces the last of them."""
@@ -80,9 +74,9 @@ class _ChannelQueues:
             return [Action(stage, kind, *wanted)], early
         received, receives = self._received.setdefault(channel, set()), []
         while wanted not in received:
-            message = next(self._remaining[channel])
-            received.add(message)
-            receives.append(Action(stage, kind, *message))
+            transfer = next(self._remaining[channel])
+            received.add(transfer)
+            receives.append(Action(stage, kind, *transfer))
         return receives, queue[wanted]
 
 
@@ -94,12 +88,10 @@ def _with_transfers(
     """the receives before each action"""
     before: int | None = None
     for place, action in enumerate(actions):
-        if action.kind not in COMPUTE:
-            continue
-        receives, made = channels.required_receives(action)
-        front = before if before is not None and made < start_times[before] else place
-        ahead[front] += receives
-        before = place
+        if action.kind in COMPUTE:
+            receives, made = channels.required_receives(action)
+            ahead[before if before is not None and made < start_times[before] else place] += receives
+            before = place
     for receives, action in zip(ahead, actions, strict=True):
         yield from receives
         yield action

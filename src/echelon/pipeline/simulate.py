@@ -29,11 +29,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
-from echelon.pipeline.actions import COMPUTE, LATEST, RECEIVES, SENDS, VERSIONS, Action, ActionKind
+from echelon.pipeline.actions import COMPUTE, FORWARD, INPUT_GRAD, SENDS, VERSIONS, WEIGHT_GRAD, Action, ActionKind
+from echelon.pipeline.dependencies import is_lowered
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.timeline import PerStage, Timeline, per_stage
-
-__all__ = ["UNIT", "Durations", "Timeline", "simulate"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +62,6 @@ class Durations:
             if not all(0 <= seconds < math.inf for seconds in (value if isinstance(value, tuple) else (value,))):
                 raise ValueError(f"seconds are negative or not finite ({name}={value}); give 0 or more")
 
-
-FORWARD, INPUT, WEIGHT = (
-    ActionKind.FORWARD,
-    ActionKind.INPUT_GRAD,
-    ActionKind.WEIGHT_GRAD,
-)  # attributes of an enum are slow
 
 UNIT = Durations()
 """F, I and W take 1, all else nothing: the assumption of the bubble formulas"""
@@ -108,10 +101,10 @@ class _Simulator:
         self.schedule, self.overlap = schedule, durations.overlap
         inputs, weights = per_stage(durations.input_grad, stages), per_stage(durations.weight_grad, stages)
         self.seconds = {
-            ActionKind.FORWARD: per_stage(durations.forward, stages),
+            FORWARD: per_stage(durations.forward, stages),
             ActionKind.BACKWARD: tuple(one + other for one, other in zip(inputs, weights, strict=True)),
-            ActionKind.INPUT_GRAD: inputs,
-            ActionKind.WEIGHT_GRAD: weights,
+            INPUT_GRAD: inputs,
+            WEIGHT_GRAD: weights,
             ActionKind.UPDATE: per_stage(durations.update, stages),
             ActionKind.STASH: (0.0,) * stages,
             ActionKind.DROP_STASHED: (0.0,) * stages,
@@ -124,11 +117,9 @@ class _Simulator:
         self.num_slices = 1 + max((action.slice_index for action in actions), default=0)
         self.slice_factors = durations.slices or (1.0,) * self.num_slices
         if len(self.slice_factors) < self.num_slices:
-            raise ValueError(
-                f"{len(self.slice_factors)} factors for {self.num_slices} slices ({self.slice_factors}); give one per "
-                "slice"
-            )
-        self.is_lowered = any(action.kind in SENDS or action.kind in RECEIVES for action in actions)
+            factors = f"{len(self.slice_factors)} factors for {self.num_slices} slices ({self.slice_factors})"
+            raise ValueError(f"{factors}; give one per slice")
+        self.is_lowered = is_lowered(schedule)
         self.forward = _Direction(schedule, durations.send_forward, is_backward=False)
         self.backward = _Direction(schedule, durations.send_backward, is_backward=True)
         self.link_free_at: dict[tuple[int, int], float] = {}
@@ -173,11 +164,11 @@ class _Simulator:
             if kind in COMPUTE:
                 start, direction = now, forward if kind is FORWARD else backward
                 if kind is not FORWARD:
-                    needed = pending_weight_grads if kind is WEIGHT else in_flight
+                    needed = pending_weight_grads if kind is WEIGHT_GRAD else in_flight
                     while key not in needed:
-                        yield action, stage, "I" if kind is WEIGHT else "F"
+                        yield action, stage, "I" if kind is WEIGHT_GRAD else "F"
                     needed.remove(key)
-                if kind is not WEIGHT and stage != direction.first:
+                if kind is not WEIGHT_GRAD and stage != direction.first:
                     if is_lowered and rank_of_stage[stage - direction.step] != rank:
                         while key not in direction.posted_receives:
                             yield action, stage, "R" + direction.letter
@@ -196,9 +187,9 @@ class _Simulator:
                 ends[position] = now = start + seconds[kind][stage] * factors[slice_index]
                 if kind is FORWARD:
                     in_flight.add(key)
-                elif kind is INPUT:
+                elif kind is INPUT_GRAD:
                     pending_weight_grads.add(key)
-                if kind is not WEIGHT and stage != direction.last:
+                if kind is not WEIGHT_GRAD and stage != direction.last:
                     if rank_of_stage[stage + direction.step] == rank:
                         direction.arrived[key + direction.step] = now
                     elif is_lowered:
@@ -238,27 +229,23 @@ class _Simulator:
         old = {action[:4] for action in actions if action.index < first and action.kind not in VERSIONS}
         for stage, kind, index, slice_index in old:
             key = (index * self.num_slices + slice_index) * self.schedule.stages + stage
-            if kind is ActionKind.WEIGHT_GRAD and (stage, ActionKind.INPUT_GRAD, index, slice_index) not in old:
+            if kind is WEIGHT_GRAD and (stage, INPUT_GRAD, index, slice_index) not in old:
                 self.pending_weight_grads.add(key)
-            if kind not in (ActionKind.BACKWARD, ActionKind.INPUT_GRAD):
+            if kind not in (ActionKind.BACKWARD, INPUT_GRAD):
                 continue
             self.in_flight.add(key)
             if (stage, ActionKind.RECEIVE_BACKWARD, index, slice_index) not in old:
                 self.backward.posted_receives[key] = -1
-            sent = {
-                (stage + 1, kind, index, slice_index)
-                for kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRAD, ActionKind.SEND_BACKWARD)
-            }
-            if not old & sent:
+            sends = (ActionKind.BACKWARD, INPUT_GRAD, ActionKind.SEND_BACKWARD)
+            if not any((stage + 1, kind, index, slice_index) in old for kind in sends):
                 self.backward.arrived[key] = 0.0
 
     def _describe_wait(self, rank: int, wait: _Wait) -> str:
         action, stage, kind = wait
-        awaited = action._replace(stage=stage, kind=ActionKind(kind), version=LATEST)
+        awaited = Action(stage, ActionKind(kind), action.index, action.slice_index)
         # A stage that splits its backward sends the gradient after I.
-        half = awaited._replace(kind=INPUT)
-        if kind == "B" and any(
-            other[:4] == half[:4] for other in self.schedule.rank_actions[self.schedule.rank_of_stage[stage]]
-        ):
+        half = awaited._replace(kind=INPUT_GRAD)
+        actions = self.schedule.rank_actions[self.schedule.rank_of_stage[stage]]
+        if kind == "B" and any(other[:4] == half[:4] for other in actions):
             awaited = half
         return f"rank {rank} at {action} waits for {awaited}"

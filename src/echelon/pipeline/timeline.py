@@ -20,19 +20,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from echelon.pipeline.actions import COMPUTE, Action, ActionKind
+from echelon.pipeline.actions import BACKWARD, COMPUTE, FORWARD, WEIGHT_GRAD, Action, ActionKind
 from echelon.pipeline.schedule import RankActions
 
 TIMELINE_FILE = "timeline.json"
 """its name in a run's directory"""
 
-FORWARD = ActionKind.FORWARD
-RELEASING_KINDS = frozenset({ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD})
+RELEASING_KINDS = frozenset({BACKWARD, WEIGHT_GRAD})
 """kinds after which the saved activations of a forward are freed"""
 
 PerStage = float | tuple[float, ...]
@@ -70,16 +69,19 @@ class Timeline:
     """whether a run recorded it"""
 
     @classmethod
-    def from_spans(cls, name: str, rank_of_stage: Sequence[int], spans: Spans, *, note: str = "") -> Timeline:
-        """The measured timeline of clock readings; the earliest becomes 0."""
-        columns = [_parse_spans(rank, len(rank_of_stage), rows) for rank, rows in enumerate(spans)]
-        zero = min((min(starts) for _, starts, _ in columns if starts), default=0.0)
+    def from_spans(
+        cls, name: str, rank_of_stage: Sequence[int], spans: Spans, *, note: str = "", zero: float | None = None
+    ) -> Timeline:
+        """The measured timeline of clock readings. `zero` is the reading that becomes 0; by default the earliest."""
+        rows = [[_parse_span(rank, len(rank_of_stage), row) for row in rows] for rank, rows in enumerate(spans)]
+        if zero is None:
+            zero = min((span.start for row in rows for span in row), default=0.0)
         return cls(
             name=name,
             rank_of_stage=tuple(rank_of_stage),
-            rank_actions=tuple(tuple(actions) for actions, _, _ in columns),
-            starts=tuple(tuple(start - zero for start in starts) for _, starts, _ in columns),
-            ends=tuple(tuple(end - zero for end in ends) for _, _, ends in columns),
+            rank_actions=tuple(tuple(span.action for span in row) for row in rows),
+            starts=tuple(tuple(span.start - zero for span in row) for row in rows),
+            ends=tuple(tuple(span.end - zero for span in row) for row in rows),
             note=note,
             measured=True,
         )
@@ -90,9 +92,7 @@ class Timeline:
 
     @cached_property
     def microbatches(self) -> int:
-        return len(
-            {action.index for actions in self.rank_actions for action in actions if action.kind is ActionKind.FORWARD}
-        )
+        return len({action.index for actions in self.rank_actions for action in actions if action.kind is FORWARD})
 
     @cached_property
     def slices(self) -> int:
@@ -188,20 +188,17 @@ class Timeline:
     @classmethod
     def from_json(cls, value: Any) -> Timeline:
         try:
-            homes = tuple(int(home) for home in value["homes"])
-            columns = [_parse_spans(rank, len(homes), rows) for rank, rows in enumerate(value["ranks"])]
-            _check_rank_of_stage(homes, len(columns))
-            return cls(
-                name=str(value["name"]),
-                rank_of_stage=homes,
-                rank_actions=tuple(tuple(actions) for actions, _, _ in columns),
-                starts=tuple(tuple(starts) for _, starts, _ in columns),
-                ends=tuple(tuple(ends) for _, _, ends in columns),
-                note=str(value.get("note", "")),
-                measured=bool(value.get("measured", False)),
-            )
+            homes, note = [int(rank) for rank in value["homes"]], str(value.get("note", ""))
+            timeline = cls.from_spans(str(value["name"]), homes, value["ranks"], note=note, zero=0.0)
+            timeline = replace(timeline, measured=bool(value.get("measured", False)))
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a timeline ({type(error).__name__}: {error}); write it with to_json") from error
+        if not homes:
+            raise ValueError("a timeline has no stages (homes is empty); give the rank of every stage")
+        if wrong := [rank for rank in homes if not 0 <= rank < timeline.ranks]:
+            where = f"homes: {wrong[0]}, {timeline.ranks} ranks"
+            raise ValueError(f"a stage is on a rank that is not there ({where}); give its list")
+        return timeline
 
 
 def per_stage(value: PerStage, stages: int) -> tuple[float, ...]:
@@ -238,36 +235,16 @@ def read_timelines(folder: Path) -> tuple[Timeline | None, Timeline | None]:
     )
 
 
-def _check_rank_of_stage(rank_of_stage: Sequence[int], ranks: int) -> None:
-    if not rank_of_stage:
-        raise ValueError("a timeline has no stages (homes is empty); give the rank of every stage")
-    if wrong := [home for home in rank_of_stage if not 0 <= home < ranks]:
-        raise ValueError(f"a stage is on a rank that is not there (homes: {wrong[0]}, {ranks} ranks); give its list")
-
-
-def _parse_spans(
-    rank: int, stages: int, rows: Iterable[tuple[Action | str, float, float]]
-) -> tuple[list[Action], list[float], list[float]]:
-    actions: list[Action] = []
-    starts: list[float] = []
-    ends: list[float] = []
-    for row in rows:
-        try:
-            what, start, end = row[0], float(row[1]), float(row[2])
-            if not math.isfinite(start + end):
-                raise ValueError("no time")
-        except (IndexError, TypeError, ValueError) as error:
-            raise ValueError(f"not an action with its start and end (rank {rank}: {row}); give all three") from error
-        action = what if isinstance(what, Action) else Action.parse(what)
-        if end < start:
-            raise ValueError(
-                f"an action ends before it starts (rank {rank}, {what}: {start:g} to {end:g}); use one clock"
-            )
-        if action.stage >= stages:
-            raise ValueError(
-                f"an action of a stage without a home (rank {rank}, {what}, {stages} stages); add its home"
-            )
-        actions.append(action)
-        starts.append(start)
-        ends.append(end)
-    return actions, starts, ends
+def _parse_span(rank: int, stages: int, row: tuple[Action | str, float, float]) -> ActionSpan:
+    try:
+        what, start, end = row[0], float(row[1]), float(row[2])
+        if not math.isfinite(start + end):
+            raise ValueError("no time")
+    except (IndexError, TypeError, ValueError) as error:
+        raise ValueError(f"not an action with its start and end (rank {rank}: {row}); give all three") from error
+    action = what if isinstance(what, Action) else Action.parse(what)
+    if end < start:
+        raise ValueError(f"an action ends before it starts (rank {rank}, {what}: {start:g} to {end:g}); use one clock")
+    if action.stage >= stages:
+        raise ValueError(f"an action of a stage without a home (rank {rank}, {what}, {stages} stages); add its home")
+    return ActionSpan(action, start, end)

@@ -22,17 +22,7 @@ from typing import NamedTuple
 
 from echelon.pipeline.actions import COMPUTE, LATEST, SENDS, VERSIONS, Action, ActionKind
 from echelon.pipeline.channels import Channel, TransferKey, incoming_channel, outgoing_channel, transfer_channel
-from echelon.pipeline.dependencies import (
-    BACKWARD,
-    FORWARD,
-    INPUT,
-    WEIGHT,
-    ActionResult,
-    Dependencies,
-    action_result,
-    find_deadlock,
-    is_lowered,
-)
+from echelon.pipeline.dependencies import ActionResult, Dependencies, action_result, find_deadlock, is_lowered
 from echelon.pipeline.schedule import Schedule
 
 MAX_LISTED_MISSING = 20
@@ -95,62 +85,53 @@ def _placement_faults(schedule: Schedule) -> Iterator[ScheduleFault]:
     for stage, home in enumerate(homes):
         if home >= schedule.ranks:
             yield ScheduleFault(f"stage {stage} is on rank {home}, which has no list")
-    for rank, position, action in _all_actions(schedule):
-        stage, kind, index, part, version = action
+    for place in _all_actions(schedule):
+        rank, _, (stage, kind, index, part, version) = place
         if stage >= stages:
-            yield ScheduleFault(f"there is no stage {stage} (0 to {stages - 1})", rank, position, action)
+            yield ScheduleFault(f"there is no stage {stage} (0 to {stages - 1})", *place)
         elif homes[stage] != rank:
-            yield ScheduleFault(f"stage {stage} is on rank {homes[stage]}", rank, position, action)
+            yield ScheduleFault(f"stage {stage} is on rank {homes[stage]}", *place)
         if kind in VERSIONS:
             if part:
-                yield ScheduleFault("has a slice, and only microbatches have slices", rank, position, action)
+                yield ScheduleFault("has a slice, and only microbatches have slices", *place)
         elif index >= schedule.microbatches:
-            yield ScheduleFault(
-                f"there is no microbatch {index} (0 to {schedule.microbatches - 1})", rank, position, action
-            )
+            yield ScheduleFault(f"there is no microbatch {index} (0 to {schedule.microbatches - 1})", *place)
         elif part >= schedule.slices:
-            yield ScheduleFault(f"there is no slice {part} (0 to {schedule.slices - 1})", rank, position, action)
+            yield ScheduleFault(f"there is no slice {part} (0 to {schedule.slices - 1})", *place)
         if version != LATEST and kind not in COMPUTE:
-            yield ScheduleFault("has a version, and only F, B, I and W use weights", rank, position, action)
+            yield ScheduleFault("has a version, and only F, B, I and W use weights", *place)
 
 
 def _count_faults(schedule: Schedule, drained: bool) -> Iterator[ScheduleFault]:
-    seen: dict[ActionKind, dict[tuple[int, int, int], tuple[int, int]]] = {
-        FORWARD: {},
-        BACKWARD: {},
-        INPUT: {},
-        WEIGHT: {},
-    }
+    first_place: dict[tuple[int, ActionKind, int, int], tuple[int, int]] = {}
     for rank, position, action in _all_actions(schedule):
-        stage, kind, index, part, _ = action
-        if kind in COMPUTE:
-            first = seen[kind].setdefault((stage, index, part), (rank, position))
+        if action.kind in COMPUTE:
+            first = first_place.setdefault(action[:4], (rank, position))
             if first != (rank, position):
-                yield ScheduleFault(
-                    f"is there twice (first on rank {first[0]}, position {first[1]})", rank, position, action
-                )
-    forward, whole, inputs, weights = (seen[kind] for kind in seen)
+                text = f"is there twice (first on rank {first[0]}, position {first[1]})"
+                yield ScheduleFault(text, rank, position, action)
     absent = 0
-    for key in _forward_keys(schedule):
-        absent += key not in forward
+    for stage, index, part in _forward_keys(schedule):
+        forward, backward, inputs, weights = (Action(stage, ActionKind(letter), index, part) for letter in "FBIW")
+        has_forward, has_backward, has_inputs, has_weights = (
+            action[:4] in first_place for action in (forward, backward, inputs, weights)
+        )
+        absent += not has_forward
         if absent > MAX_LISTED_MISSING:  # one action with a very large index implies all the others
             yield ScheduleFault("... and more are missing")
             return
-        if key not in forward:
-            yield ScheduleFault(f"{_action_text(FORWARD, key)} is missing")
-        if key in whole:
-            if key in inputs or key in weights:
-                yield ScheduleFault(
-                    f"{_action_text(BACKWARD, key)} is the whole backward, but one of its halves is there too"
-                )
-        elif key in inputs:
-            if key not in weights and drained:
-                yield ScheduleFault(f"{_action_text(INPUT, key)} is there without {_action_text(WEIGHT, key)}")
-        elif key in weights:
-            yield ScheduleFault(f"{_action_text(WEIGHT, key)} is there without {_action_text(INPUT, key)}")
+        if not has_forward:
+            yield ScheduleFault(f"{forward} is missing")
+        if has_backward:
+            if has_inputs or has_weights:
+                yield ScheduleFault(f"{backward} is the whole backward, but one of its halves is there too")
+        elif has_inputs:
+            if not has_weights and drained:
+                yield ScheduleFault(f"{inputs} is there without {weights}")
+        elif has_weights:
+            yield ScheduleFault(f"{weights} is there without {inputs}")
         elif drained:
-            halves = f"{_action_text(INPUT, key)} and {_action_text(WEIGHT, key)}"
-            yield ScheduleFault(f"{_action_text(BACKWARD, key)} is missing (or {halves})")
+            yield ScheduleFault(f"{backward} is missing (or {inputs} and {weights})")
 
 
 def _forward_keys(schedule: Schedule) -> Iterator[tuple[int, int, int]]:
@@ -161,18 +142,12 @@ def _forward_keys(schedule: Schedule) -> Iterator[tuple[int, int, int]]:
                 yield stage, index, part
 
 
-def _action_text(kind: ActionKind, key: tuple[int, int, int]) -> str:
-    return str(Action(key[0], kind, key[1], key[2]))
-
-
 def _order_faults(schedule: Schedule, drained: bool) -> Iterator[ScheduleFault]:
-    results = [[action_result(action) for action in actions] for actions in schedule.rank_actions]
-    needs = Dependencies(schedule)
-    wanted = [[needs.for_action(action) for action in actions] for actions in schedule.rank_actions]
+    results = [list(map(action_result, actions)) for actions in schedule.rank_actions]
+    wanted = [list(map(Dependencies(schedule).for_action, actions)) for actions in schedule.rank_actions]
     made: dict[ActionResult, tuple[int, int]] = {}
-    for rank, mine in enumerate(results):
-        for position, what in enumerate(mine):
-            made.setdefault(what, (rank, position))
+    for rank, position, action in _all_actions(schedule):
+        made.setdefault(action_result(action), (rank, position))
     excused: set[ActionResult] = set()  # results with a fault of their own do not count as deadlocks
     for rank, position, action in _all_actions(schedule):
         for need in wanted[rank][position]:
@@ -185,15 +160,14 @@ def _order_faults(schedule: Schedule, drained: bool) -> Iterator[ScheduleFault]:
                 excused.add(need)
                 text = f"comes before {schedule.rank_actions[home][place]} (position {place}), which it needs"
                 yield ScheduleFault(text, rank, position, action)
-    stopped = find_deadlock(results, wanted, excused)
-    if stopped:
-        waits = []
-        for rank, (position, need) in sorted(stopped.items()):
-            home, place = made[need]
-            waits.append(
-                f"rank {rank} at position {position} ({schedule.rank_actions[rank][position]}) waits for "
-                f"{schedule.rank_actions[home][place]} (rank {home}, position {place})"
-            )
+    waits = []
+    for rank, (position, need) in sorted(find_deadlock(results, wanted, excused).items()):
+        home, place = made[need]
+        waits.append(
+            f"rank {rank} at position {position} ({schedule.rank_actions[rank][position]}) waits for "
+            f"{schedule.rank_actions[home][place]} (rank {home}, position {place})"
+        )
+    if waits:
         yield ScheduleFault(f"deadlock: {'; '.join(waits)}")
 
 
@@ -209,9 +183,8 @@ def _version_faults(schedule: Schedule, drained: bool) -> Iterator[ScheduleFault
         if stage.gradients and drained:
             yield ScheduleFault(f"stage {stage.stage} has {stage.gradients} gradients that no update uses")
         if stage.stashed and drained:
-            yield ScheduleFault(
-                f"stage {stage.stage} keeps versions to the end ({_format_set(stage.stashed)}); drop them"
-            )
+            versions = _format_set(stage.stashed)
+            yield ScheduleFault(f"stage {stage.stage} keeps versions to the end ({versions}); drop them")
         if stage.updates > 1 and is_synchronous:
             yield ScheduleFault(f"stage {stage.stage} has {stage.updates} updates; a synchronous step has one")
 
@@ -252,7 +225,7 @@ class _StageVersions:
             yield f"version {version} is not there ({self._describe()})"
         if self.version_of_forward.setdefault((index, part), version) != version:
             yield f"uses version {version}, but its forward used {self.version_of_forward[index, part]}"
-        self.gradients += kind is BACKWARD or kind is WEIGHT
+        self.gradients += kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD)
 
     def _describe(self) -> str:
         return f"in force: {self.latest}, kept: {_format_set(self.stashed) or 'none'}"

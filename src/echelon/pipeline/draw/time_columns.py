@@ -31,12 +31,12 @@ def column_spans(
             shares[column][None] -= share
             if share > largest[column].get(kind, (0.0, span))[0]:
                 largest[column][kind] = share, span
-    found: list[ActionSpan | None] = []
+    shown: list[ActionSpan | None] = []
     owed: dict[ActionKind | None, float] = {}
     for share_of, largest_of in zip(shares, largest, strict=True):
         # In a squeezed picture, the share that a column does not show carries over to the next.
         owed = {kind: share + owed.get(kind, 0.0) for kind, share in share_of.items() if share > 1e-6}
         choice = max(owed, key=lambda kind: owed[kind])
         owed = {**owed, choice: owed[choice] - 1} if is_squeezed else {}
-        found.append(None if choice is None else largest_of[choice][1])
-    return found
+        shown.append(None if choice is None else largest_of[choice][1])
+    return shown

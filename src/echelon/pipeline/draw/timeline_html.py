@@ -11,7 +11,9 @@ from html import escape
 from typing import Any
 
 from echelon.draw.html_page import fill_template
-from echelon.pipeline.draw import action_colours, timeline_labels
+from echelon.pipeline.actions import ActionKind
+from echelon.pipeline.draw import action_colours
+from echelon.pipeline.draw import timeline_labels as labels
 from echelon.pipeline.timeline import Timeline
 
 TEMPLATE = "timeline.html"
@@ -22,43 +24,32 @@ def as_html(planned: Timeline, measured: Timeline | None = None) -> str:
     timelines = [planned] if measured is None else [planned, measured]
     data = {
         "name": planned.name,
-        "heading": timeline_labels.heading(planned),
+        "heading": labels.heading(planned),
         "note": planned.note,
         "duration": max(timeline.duration for timeline in timelines),
-        "cell": timeline_labels.reference_duration(timelines),
-        "seconds": timeline_labels.in_seconds(timelines),
-        "looks": _styles(timelines),
+        "cell": labels.reference_duration(timelines),
+        "seconds": labels.in_seconds(timelines),
+        "looks": [_style(kind, labels.num_chunks(timelines)) for kind in labels.drawn_kinds(timelines)],
         "idle": action_colours.IDLE_COLOUR,
-        "link": action_colours.TRANSFER_COLOUR if timeline_labels.has_transfers(timelines) else "",
+        "link": action_colours.TRANSFER_COLOUR if labels.has_transfers(timelines) else "",
         "panels": [_panel(timeline, timelines) for timeline in timelines],
     }
-    title = escape(f"{planned.name}: {timeline_labels.heading(planned)}")
+    title = escape(f"{planned.name}: {labels.heading(planned)}")
     return fill_template(__package__, TEMPLATE, data, {"TITLE": title})
 
 
-def _styles(timelines: list[Timeline]) -> list[dict[str, Any]]:
-    chunks = max(1 + max(timeline.chunks) for timeline in timelines)
-    fills = {
-        kind: [action_colours.cell_colour(kind, chunk, chunks) for chunk in range(chunks)]
-        for kind in timeline_labels.drawn_kinds(timelines)
-    }
-    return [
-        {
-            "kind": kind,
-            "name": action_colours.ACTION_STYLES[kind].name,
-            "fills": fills[kind],
-            "inks": list(map(action_colours.text_colour, fills[kind])),
-        }
-        for kind in fills
-    ]
+def _style(kind: ActionKind, chunks: int) -> dict[str, Any]:
+    fills = [action_colours.cell_colour(kind, chunk, chunks) for chunk in range(chunks)]
+    inks = list(map(action_colours.text_colour, fills))
+    return {"kind": kind, "name": action_colours.ACTION_STYLES[kind].name, "fills": fills, "inks": inks}
 
 
 def _panel(timeline: Timeline, timelines: list[Timeline]) -> dict[str, Any]:
     # A millionth of the duration is finer than any zoom; further digits would be most of the file.
     digits = 7 - math.floor(math.log10(timeline.duration)) if timeline.duration else 0
     return {
-        "caption": timeline_labels.caption(timeline) if len(timelines) > 1 else "",
-        "figures": timeline_labels.summary_figures(timeline, timeline_labels.in_seconds(timelines)),
+        "caption": labels.caption(timeline) if len(timelines) > 1 else "",
+        "figures": labels.summary_figures(timeline, labels.in_seconds(timelines)),
         "chunks": timeline.chunks,
         "inFlight": timeline.in_flight,
         "ranks": [

@@ -14,8 +14,9 @@ from itertools import groupby
 
 from echelon.draw import svg_writer
 from echelon.draw.number_format import format_time, ticks
-from echelon.pipeline.actions import COMPUTE, SENDS, Action, ActionKind
-from echelon.pipeline.draw import action_colours, timeline_labels
+from echelon.pipeline.actions import COMPUTE, SENDS, ActionKind
+from echelon.pipeline.draw import action_colours
+from echelon.pipeline.draw import timeline_labels as labels
 from echelon.pipeline.draw.action_colours import DARK_INK
 from echelon.pipeline.draw.time_columns import column_spans
 from echelon.pipeline.timeline import ActionSpan, Timeline
@@ -23,6 +24,7 @@ from echelon.pipeline.timeline import ActionSpan, Timeline
 LEFT, RIGHT = 84.0, 76.0
 """margins: rank names; activations in flight"""
 ROW, GAP = 26.0, 6.0
+ROW_PITCH = ROW + GAP
 CELL = 28.0
 """the preferred width of the shortest cell"""
 NARROWEST, WIDEST = 780.0, 2800.0
@@ -50,36 +52,26 @@ class _TimelineFrame:
     def full_width(self) -> float:
         return LEFT + self.width + RIGHT
 
-    @property
-    def row_pitch(self) -> float:
-        """The distance from one row to the next."""
-        return ROW + GAP
-
-    def height(self, timeline: Timeline) -> float:
-        return self.row_pitch * timeline.ranks - GAP
-
 
 def as_svg(planned: Timeline, measured: Timeline | None = None, *, in_seconds: bool = False) -> str:
     """Draw one timeline, or planned over measured; `in_seconds` if a planned timeline is in seconds."""
     timelines = [planned] if measured is None else [planned, measured]
-    frame, seconds = _frame(timelines), in_seconds or timeline_labels.in_seconds(timelines)
-    about = timeline_labels.heading(planned)
+    frame, seconds = _frame(timelines), in_seconds or labels.in_seconds(timelines)
+    about = labels.heading(planned)
     if len(timelines) == 1:
-        about = " · ".join([about, *timeline_labels.summary_figures(planned, seconds)])
+        about = " · ".join([about, *labels.summary_figures(planned, seconds)])
     parts, y = _header(planned, about, frame)
     legend, y = _legend(timelines, frame, y + 27)
     parts += legend
     for timeline in timelines:
         y += 34
         if len(timelines) > 1:
-            caption = " · ".join(
-                [timeline_labels.caption(timeline), *timeline_labels.summary_figures(timeline, seconds)]
-            )
+            caption = " · ".join([labels.caption(timeline), *labels.summary_figures(timeline, seconds)])
             parts.append(svg_writer.text(24, y, caption, 14, weight=600, fill=DARK_INK))
         parts.append(svg_writer.text(frame.full_width - 24, y, "in flight", 12, fill=PALE, anchor="end"))
         y += 12
         parts += _rank_rows(timeline, frame, y)
-        y += frame.height(timeline)
+        y += ROW_PITCH * timeline.ranks - GAP
     parts += _axis(timelines, frame, y + 8, seconds)
     y += 52
     style, title = svg_writer.fill_classes(_classes(timelines)) + NUMBER_STYLE, f"{planned.name}: {about}"
@@ -100,35 +92,33 @@ def _header(planned: Timeline, about: str, frame: _TimelineFrame) -> tuple[list[
 
 def _frame(timelines: Sequence[Timeline]) -> _TimelineFrame:
     duration = max(timeline.duration for timeline in timelines) or 1.0
-    width = min(WIDEST, max(NARROWEST, CELL * duration / timeline_labels.reference_duration(timelines)))
+    width = min(WIDEST, max(NARROWEST, CELL * duration / labels.reference_duration(timelines)))
     actions = (action for timeline in timelines for actions in timeline.rank_actions for action in actions)
     return _TimelineFrame(
         scale=width / duration,
         width=width,
-        label_length=max(map(_label_length, actions), default=1),
-        with_transfers=timeline_labels.has_transfers(timelines),
-        is_squeezed=timeline_labels.reference_duration(timelines) * width / duration < 1,
+        label_length=max((len(labels.label(action)) for action in actions if action.kind in COMPUTE), default=1),
+        with_transfers=labels.has_transfers(timelines),
+        is_squeezed=labels.reference_duration(timelines) * width / duration < 1,
     )
 
 
 def _classes(timelines: Sequence[Timeline]) -> dict[str, str]:
     """CSS classes: a cell colour for every kind and chunk, and the colour of text on it."""
-    chunks = max(1 + max(timeline.chunks) for timeline in timelines)
+    chunks = labels.num_chunks(timelines)
     classes = {}
-    for kind in timeline_labels.drawn_kinds(timelines):
+    for kind in labels.drawn_kinds(timelines):
         for chunk in range(chunks):
-            classes[f"{kind}{chunk}"] = action_colours.cell_colour(kind, chunk, chunks)
-            classes[f"t{kind}{chunk}"] = action_colours.text_colour(action_colours.cell_colour(kind, chunk, chunks))
+            colour = classes[f"{kind}{chunk}"] = action_colours.cell_colour(kind, chunk, chunks)
+            classes[f"t{kind}{chunk}"] = action_colours.text_colour(colour)
     return classes
 
 
 def _legend(timelines: Sequence[Timeline], frame: _TimelineFrame, y: float) -> tuple[list[str], float]:
     """The legend, wrapped; and the y of its last line."""
-    chunks = max(1 + max(timeline.chunks) for timeline in timelines)
-    entries = [
-        ([f'class="{kind}0"'], action_colours.ACTION_STYLES[kind].name)
-        for kind in timeline_labels.drawn_kinds(timelines)
-    ]
+    chunks = labels.num_chunks(timelines)
+    kinds = labels.drawn_kinds(timelines)
+    entries = [([f'class="{kind}0"'], action_colours.ACTION_STYLES[kind].name) for kind in kinds]
     entries.append(([f'fill="{action_colours.IDLE_COLOUR}"'], "idle"))
     if chunks > 1:
         entries.append(([f'class="F{chunk}"' for chunk in range(chunks)], "first to last chunk of a rank"))
@@ -149,13 +139,9 @@ def _legend(timelines: Sequence[Timeline], frame: _TimelineFrame, y: float) -> t
     return parts, y
 
 
-def _label_length(action: Action) -> int:
-    return len(timeline_labels.label(action)) if action.kind in COMPUTE else 0
-
-
 def _rank_rows(timeline: Timeline, frame: _TimelineFrame, top: float) -> Iterator[str]:
     for rank in range(timeline.ranks):
-        y = top + frame.row_pitch * rank
+        y = top + ROW_PITCH * rank
         right, middle, in_flight = frame.full_width - 24, y + ROW / 2, str(timeline.in_flight[rank])
         yield svg_writer.text(LEFT - 12, middle, f"rank {rank}", 13, fill=DARK_INK, anchor="end", baseline="central")
         yield svg_writer.text(right, middle, in_flight, 13, fill=GREY, anchor="end", baseline="central")
@@ -185,7 +171,7 @@ def _cells(timeline: Timeline, rank: int, frame: _TimelineFrame, y: float) -> It
         size = min(12.0, (width - 2) / (svg_writer.LETTER_WIDTH * frame.label_length))
         if size >= 7 and not frame.is_squeezed:
             where = f'x="{x + width / 2:.2f}" y="{y + ROW / 2:g}" font-size="{size:.3g}"'
-            numbers.append(f'<text class="n t{name}" {where}>{timeline_labels.label(action)}</text>')
+            numbers.append(f'<text class="n t{name}" {where}>{labels.label(action)}</text>')
     yield from numbers
 
 

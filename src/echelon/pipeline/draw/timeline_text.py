@@ -17,44 +17,39 @@ from itertools import groupby
 from rich.text import Text
 
 from echelon.pipeline.actions import ActionKind
-from echelon.pipeline.draw import action_colours, timeline_labels
+from echelon.pipeline.draw import action_colours
+from echelon.pipeline.draw import timeline_labels as labels
 from echelon.pipeline.draw.time_columns import column_spans
 from echelon.pipeline.timeline import ActionSpan, Timeline
 
 MAX_CELL_WIDTH = 6
 """of the shortest cell, in columns"""
-BOLD = "bold"
 
 
 def as_text(planned: Timeline, measured: Timeline | None = None, *, width: int = 80, colour: bool = True) -> Text:
     """The timeline with a legend and a line of figures."""
     timelines = [planned] if measured is None else [planned, measured]
-    seconds = timeline_labels.in_seconds(timelines)
+    seconds = labels.in_seconds(timelines)
     margin = len(f"rank {max(timeline.ranks for timeline in timelines) - 1} ")
     columns, scale, squeezed = _scale(timelines, max(8, width - margin))
-    text = Text(no_wrap=True, overflow="crop")
-    text.append(f"{planned.name}", style=BOLD if colour else "")
-    text.append(f": {timeline_labels.heading(planned)}\n")
+    text, bold = Text(no_wrap=True, overflow="crop"), "bold" if colour else ""
+    text.append(planned.name, style=bold).append(f": {labels.heading(planned)}\n")
     for timeline in timelines:
         if len(timelines) > 1:
-            text.append(
-                f"{timeline_labels.caption(timeline)}: {_summary(timeline, seconds)}\n", style=BOLD if colour else ""
-            )
+            text.append(f"{labels.caption(timeline)}: {_summary(timeline, seconds)}\n", style=bold)
         for rank in range(timeline.ranks):
-            text.append(f"{f'rank {rank}':<{margin}}")
-            text.append(
-                _rank_row(timeline, column_spans(timeline, rank, scale, columns, squeezed), colour, squeezed)
-            ).append("\n")
+            spans = column_spans(timeline, rank, scale, columns, squeezed)
+            text.append(f"{f'rank {rank}':<{margin}}").append(_rank_row(timeline, spans, colour, squeezed)).append("\n")
     text.append(_legend(timelines, colour)).append("\n")
     if len(timelines) == 1:
-        text.append(f"{_summary(planned, seconds)}\n", style=BOLD if colour else "")
+        text.append(f"{_summary(planned, seconds)}\n", style=bold)
     if planned.note:
         text.append(f"note: {planned.note}\n")
     return text
 
 
 def _summary(timeline: Timeline, seconds: bool) -> str:
-    return ", ".join(timeline_labels.summary_figures(timeline, seconds, every_rank=True)).replace("µ", "u")
+    return ", ".join(labels.summary_figures(timeline, seconds, every_rank=True)).replace("µ", "u")
 
 
 def _scale(timelines: Sequence[Timeline], max_columns: int) -> tuple[int, float, bool]:
@@ -62,45 +57,43 @@ def _scale(timelines: Sequence[Timeline], max_columns: int) -> tuple[int, float,
     duration = max(timeline.duration for timeline in timelines)
     if not duration:
         return max_columns, 1.0, False
-    cell = timeline_labels.reference_duration(timelines)
+    cell = labels.reference_duration(timelines)
     whole = min(MAX_CELL_WIDTH, math.floor(max_columns * cell / duration * (1 + 1e-9)))
     scale = whole / cell if whole else max_columns / duration
     return min(max_columns, math.ceil(duration * scale - 1e-6)), scale, not whole
 
 
 def _rank_row(timeline: Timeline, columns: Sequence[ActionSpan | None], colour: bool, squeezed: bool) -> Text:
-    row = Text()
-    chunks = 1 + max(timeline.chunks)
+    row, chunks = Text(), labels.num_chunks([timeline])
     for _, group in groupby(columns, key=id):
         cells = list(group)
         span, width = cells[0], len(cells)
         if span is None:
             row.append((" " if colour else ".") * width)
             continue
-        chunk = timeline.chunks[span.action.stage]
-        name = "" if squeezed else timeline_labels.label(span.action)
+        kind, chunk = span.action.kind, timeline.chunks[span.action.stage]
+        name = "" if squeezed else labels.label(span.action)
         if not colour:
-            letter = span.action.kind.lower() if chunk % 2 else str(span.action.kind)
-            text = letter + name if len(name) < width and span.action.kind is not ActionKind.UPDATE else letter
+            letter = kind.lower() if chunk % 2 else str(kind)
+            text = letter + name if len(name) < width and kind is not ActionKind.UPDATE else letter
             row.append(letter * width if squeezed else text.ljust(width, "-"))
             continue
-        back = action_colours.cell_colour(span.action.kind, chunk, chunks)
+        back = action_colours.cell_colour(kind, chunk, chunks)
         text = name.center(width) if width > len(name) + 1 else name.ljust(width)
         # Numbers that fill their cells would merge: every second one is bold.
         bold = "bold " if span.action.index % 2 else ""
-        row.append(
-            text if len(name) <= width else " " * width, style=f"{bold}{action_colours.text_colour(back)} on {back}"
-        )
+        style = f"{bold}{action_colours.text_colour(back)} on {back}"
+        row.append(text if len(name) <= width else " " * width, style=style)
     return row
 
 
 def _legend(timelines: Sequence[Timeline], colour: bool) -> Text:
-    chunks = max(1 + max(timeline.chunks) for timeline in timelines)
+    chunks, timed = labels.num_chunks(timelines), labels.timed_kinds(timelines)
     text = Text()
-    for kind in timeline_labels.drawn_kinds(timelines):
-        look = action_colours.ACTION_STYLES[kind]
-        if kind is ActionKind.UPDATE and not _updates_take_time(timelines):
+    for kind in labels.drawn_kinds(timelines):
+        if kind not in timed:
             continue
+        look = action_colours.ACTION_STYLES[kind]
         style = f"bold {action_colours.text_colour(look.colour)} on {look.colour}" if colour else ""
         text.append(f" {kind} " if colour else str(kind), style=style).append(f" {look.name}  ")
     text.append("empty: idle" if colour else ". idle")
@@ -112,12 +105,3 @@ def _legend(timelines: Sequence[Timeline], colour: bool) -> Text:
     elif chunks > 1:
         text.append(f"  small letters: chunk{'s' if chunks > 3 else ''} {' '.join(map(str, range(1, chunks, 2)))}")
     return text
-
-
-def _updates_take_time(timelines: Sequence[Timeline]) -> bool:
-    return any(
-        action.kind is ActionKind.UPDATE and end > start
-        for timeline in timelines
-        for rank in range(timeline.ranks)
-        for action, start, end in timeline.spans(rank)
-    )

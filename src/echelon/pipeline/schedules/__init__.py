@@ -1,12 +1,13 @@
 """Every pipeline schedule under its name: `make_schedule("1f1b", ranks, microbatches)`, and the table of families.
 
-A new schedule is one file with `build`, `bubble` and `in_flight`, and one row of `FAMILIES`.
+A new schedule is one file with `build`, and with `bubble` and `in_flight` unless it shares them, and one row of
+`FAMILIES`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from fractions import Fraction
 
 from echelon.layout import Layout
@@ -27,17 +28,6 @@ from echelon.pipeline.schedules import (
     zb_v,
 )
 
-__all__ = [
-    "FAMILIES",
-    "FILE_PREFIX",
-    "ScheduleFamily",
-    "make_schedule",
-    "runtime_path",
-    "schedule_file_error",
-    "schedule_for_layout",
-    "updates_per_step",
-]
-
 FILE_PREFIX = "file:"
 """stands before the path of a schedule that the user wrote"""
 
@@ -46,7 +36,7 @@ ASYNC_RUNTIME = "echelon.pipeline.async_.async_runtime.AsyncRuntime"
 SLICE_RUNTIME = "echelon.pipeline.slices.slice_runtime.SliceRuntime"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ScheduleFamily:
     """One pipeline schedule, for any number of ranks and microbatches."""
 
@@ -54,6 +44,7 @@ class ScheduleFamily:
     """as in the layout"""
     title: str
     """one line for people"""
+    _: KW_ONLY
     build: Callable[..., Schedule]
     """from (ranks, chunks, microbatches); takes slices, or first_microbatch and drain, where the family has them"""
     bubble: Callable[..., Fraction | None]
@@ -72,42 +63,40 @@ class ScheduleFamily:
     """whether it has I and W"""
     has_slices: bool = False
     """whether it cuts sequences into slices of tokens"""
-    runtime: str = SYNC_RUNTIME
-    """the class that executes it; a path, because the families import no torch"""
+
+    @property
+    def runtime(self) -> str:
+        """The class that executes it; a path, because the families import no torch."""
+        return ASYNC_RUNTIME if self.asynchronous else SLICE_RUNTIME if self.has_slices else SYNC_RUNTIME
 
 
 # fmt: off
 FAMILIES: dict[str, ScheduleFamily] = {family.name: family for family in (
-    ScheduleFamily(name="naive", title="naive layer split: one microbatch at a time through all stages",
-           build=naive.build, bubble=naive.bubble, in_flight=naive.in_flight),
-    ScheduleFamily(name="gpipe", title="GPipe: all microbatches forward, then all backward",
-           build=gpipe.build, bubble=gpipe.bubble, in_flight=gpipe.in_flight),
-    ScheduleFamily(name="1f1b",
-           title="1F1B (PipeDream-flush): GPipe's bubble with as many microbatches in flight as stages",
-           build=one_f_one_b.build, bubble=one_f_one_b.bubble, in_flight=one_f_one_b.in_flight),
-    ScheduleFamily(name="interleaved",
-           title="interleaved 1F1B: several chunks per rank, a bubble smaller by their number",
-           build=interleaved.build, bubble=interleaved.bubble, in_flight=interleaved.in_flight, chunks=None),
-    ScheduleFamily(name="zb-h1", title="zero bubble, H1: weight gradients fill the bubble, with the memory of 1F1B",
-           build=zb_h1.build, bubble=zb_h1.bubble, in_flight=zb_h1.in_flight, splits_backward=True),
-    ScheduleFamily(name="zb-v", title="zero bubble, V: two chunks there and back, no rank waits in between",
-           build=zb_v.build, bubble=zb_v.bubble, in_flight=zb_v.in_flight, chunks=2, splits_backward=True),
-    ScheduleFamily(name="dualpipe-v", title="DualPipe-V: forwards of one direction beside backwards of the other",
-           build=dualpipe_v.build, bubble=dualpipe_v.bubble, in_flight=dualpipe_v.in_flight, chunks=2,
-           splits_backward=True),
-    ScheduleFamily(name="pipedream", title="PipeDream: no flush, each microbatch keeps the weights of its forward",
-           build=pipedream.build, bubble=pipedream.bubble, in_flight=pipedream.in_flight, asynchronous=True,
-           updates_every_microbatch=True, runtime=ASYNC_RUNTIME),
-    ScheduleFamily(name="pipedream-vsync",
-           title="PipeDream with vertical sync: one version of the weights on all stages",
-           build=pipedream_vsync.build, bubble=pipedream_vsync.bubble, in_flight=pipedream_vsync.in_flight,
-           asynchronous=True, updates_every_microbatch=True, runtime=ASYNC_RUNTIME),
-    ScheduleFamily(name="2bw", title="PipeDream-2BW: no flush, two versions of the weights",
-           build=two_bw.build, bubble=two_bw.bubble, in_flight=two_bw.in_flight, asynchronous=True,
-           runtime=ASYNC_RUNTIME),
-    ScheduleFamily(name="terapipe", title="TeraPipe: a pipeline over slices of a sequence's tokens",
-           build=terapipe.build, bubble=terapipe.bubble, in_flight=terapipe.in_flight, has_slices=True,
-           runtime=SLICE_RUNTIME),
+    ScheduleFamily("naive", "naive layer split: one microbatch at a time through all stages",
+        build=naive.build, bubble=naive.bubble, in_flight=naive.in_flight),
+    ScheduleFamily("gpipe", "GPipe: all microbatches forward, then all backward",
+        build=gpipe.build, bubble=gpipe.bubble, in_flight=gpipe.in_flight),
+    ScheduleFamily("1f1b", "1F1B (PipeDream-flush): GPipe's bubble with as many microbatches in flight as stages",
+        build=one_f_one_b.build, bubble=gpipe.bubble, in_flight=one_f_one_b.in_flight),
+    ScheduleFamily("interleaved", "interleaved 1F1B: several chunks per rank, a bubble smaller by their number",
+        build=interleaved.build, bubble=interleaved.bubble, in_flight=interleaved.in_flight, chunks=None),
+    ScheduleFamily("zb-h1", "zero bubble, H1: weight gradients fill the bubble, with the memory of 1F1B",
+        build=zb_h1.build, bubble=zb_h1.bubble, in_flight=zb_h1.in_flight, splits_backward=True),
+    ScheduleFamily("zb-v", "zero bubble, V: two chunks there and back, no rank waits in between",
+        build=zb_v.build, bubble=zb_v.bubble, in_flight=zb_v.in_flight, chunks=2, splits_backward=True),
+    ScheduleFamily("dualpipe-v", "DualPipe-V: forwards of one direction beside backwards of the other",
+        build=dualpipe_v.build, bubble=dualpipe_v.bubble, in_flight=dualpipe_v.in_flight, chunks=2,
+        splits_backward=True),
+    ScheduleFamily("pipedream", "PipeDream: no flush, each microbatch keeps the weights of its forward",
+        build=pipedream.build, bubble=gpipe.bubble, in_flight=one_f_one_b.in_flight, asynchronous=True,
+        updates_every_microbatch=True),
+    ScheduleFamily("pipedream-vsync", "PipeDream with vertical sync: one version of the weights on all stages",
+        build=pipedream_vsync.build, bubble=gpipe.bubble, in_flight=one_f_one_b.in_flight, asynchronous=True,
+        updates_every_microbatch=True),
+    ScheduleFamily("2bw", "PipeDream-2BW: no flush, two versions of the weights",
+        build=two_bw.build, bubble=two_bw.bubble, in_flight=two_bw.in_flight, asynchronous=True),
+    ScheduleFamily("terapipe", "TeraPipe: a pipeline over slices of a sequence's tokens",
+        build=terapipe.build, bubble=terapipe.bubble, in_flight=terapipe.in_flight, has_slices=True),
 )}
 # fmt: on
 """Every named schedule, in the order of the layout's grammar."""

@@ -46,6 +46,11 @@ class WeightVersionRule:
     """the last microbatch that uses a version"""
     microbatches_per_update: int = 1
 
+    @classmethod
+    def with_delay(cls, lag: int, delay: int) -> WeightVersionRule:
+        """An update after every microbatch; a microbatch uses the version of `delay` updates ago."""
+        return cls(lag=lag, version=lambda m: max(0, m - delay), last_microbatch=lambda version: version + delay)
+
 
 def stream_schedule(
     name: str,
@@ -58,28 +63,24 @@ def stream_schedule(
     note: str = "",
 ) -> Schedule:
     """The window from `first_microbatch` on, with a rule per stage. See [Note: an endless stream]."""
-    lists = tuple(
-        tuple(_window(stage, rule(stage), first_microbatch, first_microbatch + microbatches, drain))
-        for stage in range(ranks)
-    )
+    end = first_microbatch + microbatches
+    lists = tuple(tuple(_window(stage, rule(stage), first_microbatch, end, drain)) for stage in range(ranks))
     return Schedule(
         name=name, rank_of_stage=looped_placement(ranks), microbatches=microbatches, rank_actions=lists, note=note
     )
 
 
-def _window(
-    stage: int, rule: WeightVersionRule, first_microbatch: int, end_microbatch: int, drain: bool
-) -> Iterator[Action]:
-    for m in range(first_microbatch, end_microbatch):
+def _window(stage: int, rule: WeightVersionRule, first: int, end: int, drain: bool) -> Iterator[Action]:
+    for m in range(first, end):
         yield Action(stage, ActionKind.FORWARD, m, version=rule.version(m))
         if m >= rule.lag:
             yield from _backward(stage, rule, m - rule.lag, rule.last_microbatch)
     if drain:
-        yield from _drain(stage, rule, end_microbatch)
+        yield from _drain(stage, rule, end)
 
 
 def _backward(stage: int, rule: WeightVersionRule, m: int, last_microbatch: Callable[[int], int]) -> Iterator[Action]:
-    """A backward and what follows from it. See [Note: stashed versions]; `last` is the last use of a version."""
+    """A backward and what follows from it. See [Note: stashed versions]; `last_microbatch` is a version's last use."""
     used, in_force = rule.version(m), m // rule.microbatches_per_update
     yield Action(stage, ActionKind.BACKWARD, m, version=used)
     if used < in_force and last_microbatch(used) == m:
@@ -90,17 +91,16 @@ def _backward(stage: int, rule: WeightVersionRule, m: int, last_microbatch: Call
         yield Action(stage, ActionKind.UPDATE, in_force + 1)
 
 
-def _drain(stage: int, rule: WeightVersionRule, end_microbatch: int) -> Iterator[Action]:
+def _drain(stage: int, rule: WeightVersionRule, end: int) -> Iterator[Action]:
     """The backwards that are left after the last microbatch."""
-    newest, first = rule.version(end_microbatch - 1), max(0, end_microbatch - rule.lag)
-    for version in range(newest + 1 if first < end_microbatch else newest, first // rule.microbatches_per_update):
+    newest, first = rule.version(end - 1), max(0, end - rule.lag)
+    for version in range(newest + 1 if first < end else newest, first // rule.microbatches_per_update):
         is_stashed = rule.last_microbatch(version) >= (version + 1) * rule.microbatches_per_update
         if is_stashed and rule.last_microbatch(version) >= first:
             yield Action(stage, ActionKind.DROP_STASHED, version)
-    for m in range(first, end_microbatch):
-        yield from _backward(
-            stage,
-            rule,
-            m,
-            lambda version: min(rule.last_microbatch(version), end_microbatch - 1) if version <= newest else UNUSED,
-        )
+
+    def last_microbatch(version: int) -> int:
+        return min(rule.last_microbatch(version), end - 1) if version <= newest else UNUSED
+
+    for m in range(first, end):
+        yield from _backward(stage, rule, m, last_microbatch)

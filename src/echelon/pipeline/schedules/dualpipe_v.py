@@ -30,33 +30,27 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from echelon.pipeline.actions import Action
 from echelon.pipeline.schedule import Schedule, v_placement
-from echelon.pipeline.schedules.phases import PhaseBuilder
-from echelon.pipeline.schedules.sync_step import sync_schedule, truncation_note
+from echelon.pipeline.schedules.phases import Phase, phased_schedule
 
 
 def build(ranks: int, chunks: int, microbatches: int) -> Schedule:
     scheduled = max(microbatches, 2 * ranks)
-    lists = [_rank_actions(rank, ranks, scheduled) for rank in range(ranks)]
-    return sync_schedule(
-        "dualpipe-v", v_placement(ranks), microbatches, lists, note=truncation_note(microbatches, scheduled)
-    )
 
+    def phases(rank: int) -> list[Phase]:
+        behind = ranks - rank - 1
+        return [
+            (2 * behind, "F0"),
+            (rank + 1, "F0 F1"),
+            (behind, "I1 W F1"),
+            (scheduled - 2 * ranks + rank + 1, "F0 B1 F1 B0"),
+            (behind, "B1 F1 B0"),
+            *((1, f"{'B' if turn <= rank else 'I'}{1 - turn % 2}") for turn in range(2 * (rank + 1))),
+            (behind, "W I0"),
+            (rank + 1, "W"),
+        ]
 
-def _rank_actions(rank: int, ranks: int, microbatches: int) -> list[Action]:
-    behind = ranks - rank - 1
-    phases = PhaseBuilder(rank, 2 * ranks - 1 - rank)
-    phases.repeat(2 * behind, "F0")
-    phases.repeat(rank + 1, "F0 F1")
-    phases.repeat(behind, "I1 W F1")
-    phases.repeat(microbatches - 2 * ranks + rank + 1, "F0 B1 F1 B0")
-    phases.repeat(behind, "B1 F1 B0")
-    for turn in range(2 * (rank + 1)):
-        phases.repeat(1, f"{'B' if turn <= rank else 'I'}{1 - turn % 2}")
-    phases.repeat(behind, "W I0")
-    phases.repeat(rank + 1, "W")
-    return phases.actions
+    return phased_schedule("dualpipe-v", v_placement(ranks), microbatches, phases, scheduled=scheduled)
 
 
 def bubble(ranks: int, chunks: int, microbatches: int) -> Fraction:

@@ -14,15 +14,14 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from echelon.pipeline.actions import Action, ActionKind
 from echelon.pipeline.schedule import Schedule, looped_placement
-from echelon.pipeline.schedules.sync_step import sync_schedule
+from echelon.pipeline.schedules.phases import phased_schedule
 
 
 def build(ranks: int, chunks: int, microbatches: int) -> Schedule:
-    both = (ActionKind.FORWARD, ActionKind.BACKWARD)
-    lists = [[Action(rank, kind, m) for kind in both for m in range(microbatches)] for rank in range(ranks)]
-    return sync_schedule("gpipe", looped_placement(ranks), microbatches, lists)
+    return phased_schedule(
+        "gpipe", looped_placement(ranks), microbatches, lambda _: [(microbatches, "F0"), (microbatches, "B0")]
+    )
 
 
 def bubble(ranks: int, chunks: int, microbatches: int) -> Fraction:

@@ -20,22 +20,17 @@ simpler, but it can deadlock: 4 ranks, 3 chunks, 5 microbatches.
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import zip_longest
 
 from echelon.pipeline.actions import Action, ActionKind
 from echelon.pipeline.schedule import Schedule, looped_placement
-from echelon.pipeline.schedules.sync_step import sync_schedule, truncation_note
+from echelon.pipeline.schedules.sync_step import sync_schedule
 
 
 def build(ranks: int, chunks: int, microbatches: int) -> Schedule:
     scheduled = -(-microbatches // ranks) * ranks
     lists = [_rank_actions(rank, ranks, chunks, scheduled) for rank in range(ranks)]
-    return sync_schedule(
-        "interleaved",
-        looped_placement(ranks, chunks),
-        microbatches,
-        lists,
-        note=truncation_note(microbatches, scheduled),
-    )
+    return sync_schedule("interleaved", looped_placement(ranks, chunks), microbatches, lists, scheduled=scheduled)
 
 
 def _rank_actions(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
@@ -43,12 +38,9 @@ def _rank_actions(rank: int, ranks: int, chunks: int, microbatches: int) -> list
     there = [chunk * ranks + rank for chunk in range(chunks)]
     forwards = [Action(stage, ActionKind.FORWARD, m) for group in groups for stage in there for m in group]
     backwards = [Action(stage, ActionKind.BACKWARD, m) for group in groups for stage in reversed(there) for m in group]
-    ahead = _num_warmup(rank, ranks, chunks)
-    actions = forwards[:ahead]
-    for turn, backward in enumerate(backwards):
-        actions += forwards[ahead + turn : ahead + turn + 1]  # empty when the forwards are used up
-        actions.append(backward)
-    return actions
+    warmup = _num_warmup(rank, ranks, chunks)
+    pairs = zip_longest(forwards[warmup:], backwards)  # the forwards are used up first
+    return forwards[:warmup] + [action for pair in pairs for action in pair if action]
 
 
 def _num_warmup(rank: int, ranks: int, chunks: int) -> int:

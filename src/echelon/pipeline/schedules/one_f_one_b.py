@@ -12,30 +12,16 @@ d - r of them, however many microbatches a step has.
 
 from __future__ import annotations
 
-from fractions import Fraction
-
-from echelon.pipeline.actions import Action, ActionKind
 from echelon.pipeline.schedule import Schedule, looped_placement
-from echelon.pipeline.schedules.sync_step import sync_schedule
+from echelon.pipeline.schedules.phases import Phase, phased_schedule
 
 
 def build(ranks: int, chunks: int, microbatches: int) -> Schedule:
-    lists = [_rank_actions(rank, ranks - rank - 1, microbatches) for rank in range(ranks)]
-    return sync_schedule("1f1b", looped_placement(ranks), microbatches, lists)
+    def phases(rank: int) -> list[Phase]:
+        warmup = min(ranks - rank - 1, microbatches)  # as many forwards as there are ranks after this one
+        return [(warmup, "F0"), (microbatches - warmup, "F0 B0"), (warmup, "B0")]
 
-
-def _rank_actions(rank: int, num_warmup: int, microbatches: int) -> list[Action]:
-    """`num_warmup` forwards come before the first pair: as many as there are ranks after this one."""
-    forwards = [Action(rank, ActionKind.FORWARD, m) for m in range(microbatches)]
-    actions = forwards[:num_warmup]
-    for m in range(microbatches):
-        actions += forwards[num_warmup + m : num_warmup + m + 1]  # empty when the forwards are used up
-        actions.append(Action(rank, ActionKind.BACKWARD, m))
-    return actions
-
-
-def bubble(ranks: int, chunks: int, microbatches: int) -> Fraction:
-    return Fraction(ranks - 1, microbatches + ranks - 1)
+    return phased_schedule("1f1b", looped_placement(ranks), microbatches, phases)
 
 
 def in_flight(ranks: int, chunks: int, microbatches: int) -> tuple[int, ...]:

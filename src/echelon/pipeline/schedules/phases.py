@@ -1,44 +1,53 @@
-"""`PhaseBuilder`: a rank's actions, phase by phase as in the papers."""
+"""Schedules as the papers write them: for each rank, phases that repeat a pattern of actions."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from echelon.pipeline.actions import Action, ActionKind
+from echelon.pipeline.schedule import Schedule
+from echelon.pipeline.schedules.sync_step import sync_schedule
+
+Phase = tuple[int, str]
+"""how often a pattern repeats (not at all if the number is negative), and the pattern"""
 
 
-class PhaseBuilder:
-    """Appends actions by patterns such as `F0 I1 W1`: the kind, then the rank's chunk.
+def phased_schedule(
+    name: str,
+    rank_of_stage: tuple[int, ...],
+    microbatches: int,
+    phases: Callable[[int], list[Phase]],
+    *,
+    scheduled: int = 0,
+) -> Schedule:
+    """A synchronous schedule from the phases of every rank, written for `scheduled` microbatches or more.
 
-    Each action takes the next microbatch of its chunk. `W1` is the oldest pending weight gradient of chunk 1, `W` the
-    oldest of all chunks.
+    A pattern such as `F0 I1 W1` names kinds and chunks of the rank. Each action takes the next microbatch of its chunk;
+    `W1` is the oldest pending weight gradient of chunk 1, `W` the oldest of all chunks.
     """
+    ranks = range(max(rank_of_stage) + 1)
+    stages_on = [[stage for stage, home in enumerate(rank_of_stage) if home == rank] for rank in ranks]
+    lists = [_repeat_patterns(stages_on[rank], phases(rank)) for rank in ranks]
+    return sync_schedule(name, rank_of_stage, microbatches, lists, scheduled=scheduled)
 
-    def __init__(self, *stages: int):
-        self.stages = stages
-        self.actions: list[Action] = []
-        self._next_microbatch: Counter[tuple[int, bool]] = Counter()
-        """by chunk and by whether it is backward"""
-        self._pending_weight_grads: list[Action] = []
-        """the oldest first"""
 
-    def repeat(self, times: int, pattern: str) -> None:
-        for word in pattern.split() * times:
-            kind = ActionKind(word[0])
-            if kind is ActionKind.WEIGHT_GRAD:
-                self._append_weight_grad(word[1:])
-            else:
-                self._append(kind, int(word[1:]))
-
-    def _append(self, kind: ActionKind, chunk: int) -> None:
-        stage, key = self.stages[chunk], (chunk, kind is not ActionKind.FORWARD)
-        index = self._next_microbatch[key]
-        self._next_microbatch[key] += 1
-        self.actions.append(Action(stage, kind, index))
+def _repeat_patterns(stages: list[int], phases: list[Phase]) -> list[Action]:
+    actions: list[Action] = []
+    pending_weight_grads: list[Action] = []
+    next_microbatch: Counter[tuple[int, bool]] = Counter()
+    """by stage and by whether it is backward"""
+    for word in (word for times, pattern in phases for word in pattern.split() * times):
+        kind, chunk = ActionKind(word[0]), word[1:]
+        if kind is ActionKind.WEIGHT_GRAD:
+            wanted = (stages[int(chunk)],) if chunk else stages
+            oldest = next(place for place, action in enumerate(pending_weight_grads) if action.stage in wanted)
+            actions.append(pending_weight_grads.pop(oldest))
+            continue
+        stage = stages[int(chunk)]
+        key = (stage, kind is not ActionKind.FORWARD)
+        actions.append(Action(stage, kind, next_microbatch[key]))
         if kind is ActionKind.INPUT_GRAD:
-            self._pending_weight_grads.append(Action(stage, ActionKind.WEIGHT_GRAD, index))
-
-    def _append_weight_grad(self, chunk: str) -> None:
-        stages = (self.stages[int(chunk)],) if chunk else self.stages
-        oldest = next(place for place, action in enumerate(self._pending_weight_grads) if action.stage in stages)
-        self.actions.append(self._pending_weight_grads.pop(oldest))
+            pending_weight_grads.append(Action(stage, ActionKind.WEIGHT_GRAD, next_microbatch[key]))
+        next_microbatch[key] += 1
+    return actions

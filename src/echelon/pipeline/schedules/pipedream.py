@@ -19,8 +19,6 @@ Stage 1 of 3, four microbatches (K stashes a version, D drops it, U makes the ne
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.schedules.async_stream import WeightVersionRule, stream_schedule
 
@@ -28,18 +26,6 @@ from echelon.pipeline.schedules.async_stream import WeightVersionRule, stream_sc
 def build(ranks: int, chunks: int, microbatches: int, *, first_microbatch: int = 0, drain: bool = True) -> Schedule:
     def rule(stage: int) -> WeightVersionRule:
         lag = ranks - 1 - stage
-        return WeightVersionRule(
-            lag=lag, version=lambda m: max(0, m - lag), last_microbatch=lambda version: version + lag
-        )
+        return WeightVersionRule.with_delay(lag, lag)
 
     return stream_schedule("pipedream", ranks, microbatches, rule, first_microbatch=first_microbatch, drain=drain)
-
-
-def bubble(ranks: int, chunks: int, microbatches: int) -> Fraction:
-    """Of a run of `microbatches` in all, which fills the pipeline once and drains it once."""
-    return Fraction(ranks - 1, microbatches + ranks - 1)
-
-
-def in_flight(ranks: int, chunks: int, microbatches: int) -> tuple[int, ...]:
-    """In a run of `microbatches` in all."""
-    return tuple(min(microbatches, ranks - rank) for rank in range(ranks))

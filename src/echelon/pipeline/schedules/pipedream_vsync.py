@@ -15,17 +15,10 @@ from __future__ import annotations
 
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.schedules.async_stream import WeightVersionRule, stream_schedule
-from echelon.pipeline.schedules.pipedream import bubble, in_flight
-
-__all__ = ["bubble", "build", "in_flight"]
 
 
 def build(ranks: int, chunks: int, microbatches: int, *, first_microbatch: int = 0, drain: bool = True) -> Schedule:
-    behind = ranks - 1
-
     def rule(stage: int) -> WeightVersionRule:
-        return WeightVersionRule(
-            lag=behind - stage, version=lambda m: max(0, m - behind), last_microbatch=lambda version: version + behind
-        )
+        return WeightVersionRule.with_delay(ranks - 1 - stage, ranks - 1)
 
     return stream_schedule("pipedream-vsync", ranks, microbatches, rule, first_microbatch=first_microbatch, drain=drain)

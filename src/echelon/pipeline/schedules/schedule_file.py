@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -43,27 +43,22 @@ def load_schedule(
         for noun, want in asked.items()
         if want and want != (has := getattr(schedule, noun))
     ]
-    if faults:
-        _raise_errors(schedule.name, faults, "ask for what the file has, or choose another schedule")
+    _raise_errors(schedule.name, faults, "ask for what the file has, or choose another schedule")
     return schedule
 
 
 def parse_schedule(text: str, name: str = "file") -> Schedule:
     """The schedule of a text; raises ValueError with all its errors, each with its line."""
-    reading = _ScheduleParser()
+    parser = _ScheduleParser()
     for number, line in enumerate(text.splitlines(), 1):
         if content := line.partition("#")[0].strip():
-            reading.parse_line(number, content)
-    faults = reading.errors or reading.placement_errors()
-    if faults:
-        _raise_errors(name, faults, "write a line per rank, as in rank 0, stages 0: 0F0 0B0 0U1")
-    schedule = reading.schedule(name)
-    wrong = [
-        f"line {reading.line_of_rank[fault.rank]}: {fault}" if fault.rank >= 0 else str(fault)
-        for fault in find_faults(schedule)
-    ]
-    if wrong:
-        _raise_errors(name, wrong, "change its lists")
+            parser.parse_line(number, content)
+    errors = parser.errors or parser.placement_errors()
+    _raise_errors(name, errors, "write a line per rank, as in rank 0, stages 0: 0F0 0B0 0U1")
+    schedule = parser.schedule(name)
+    faults = find_faults(schedule)
+    lines = [f"line {parser.line_of_rank[fault.rank]}: " if fault.rank >= 0 else "" for fault in faults]
+    _raise_errors(name, [f"{line}{fault}" for line, fault in zip(lines, faults, strict=True)], "change its lists")
     return schedule
 
 
@@ -78,13 +73,14 @@ def check_runnable(schedule: Schedule) -> None:
         faults.append(f"it updates more than once (stage {several[0]})")
     if schedule.slices > 1:
         faults.append(f"it cuts microbatches into slices ({schedule.slices})")
-    if faults:
-        remedy = "a file is run where its step is synchronous; draw it, or choose pipedream, 2bw or terapipe"
-        _raise_errors(schedule.name, faults, remedy)
+    remedy = "a file is run where its step is synchronous; draw it, or choose pipedream, 2bw or terapipe"
+    _raise_errors(schedule.name, faults, remedy)
 
 
 def _raise_errors(name: str, errors: list[str], remedy: str) -> None:
-    raise ValueError("\n  ".join([f"the schedule cannot be used ({name}, {len(errors)} faults); {remedy}:", *errors]))
+    if errors:
+        head = f"the schedule cannot be used ({name}, {len(errors)} faults); {remedy}:"
+        raise ValueError("\n  ".join([head, *errors]))
 
 
 class _ScheduleParser:
@@ -93,7 +89,8 @@ class _ScheduleParser:
     def __init__(self) -> None:
         self.errors: list[str] = []
         self.line_of_rank: dict[int, int] = {}
-        self.stages_of_rank: dict[int, list[int]] = {}
+        self.rank_of_stage: list[tuple[int, int]] = []
+        """(stage, rank), in the order of the file"""
         self.actions_of_rank: dict[int, list[Action]] = {}
 
     def parse_line(self, number: int, content: str) -> None:
@@ -106,7 +103,7 @@ class _ScheduleParser:
             self.errors.append(f"line {number}: rank {rank} is on line {self.line_of_rank[rank]} already")
             return
         self.line_of_rank[rank] = number
-        self.stages_of_rank[rank] = [int(stage) for stage in re.split(r"[\s,]+", match[2])]
+        self.rank_of_stage += [(int(stage), rank) for stage in re.split(r"[\s,]+", match[2])]
         self.actions_of_rank[rank] = []
         for word in match[3].split():
             try:
@@ -116,23 +113,22 @@ class _ScheduleParser:
 
     def placement_errors(self) -> list[str]:
         """Ranks and stages that are missing or duplicated."""
-        stages = Counter(stage for held in self.stages_of_rank.values() for stage in held)
-        faults = [f"rank {rank} has no line" for rank in _missing(max(self.line_of_rank, default=0), self.line_of_rank)]
-        faults += [f"stage {stage} is on no rank" for stage in _missing(max(stages, default=0), stages)]
+        stages = Counter(stage for stage, _ in self.rank_of_stage)
+        faults = [f"rank {rank} has no line" for rank in _missing(self.line_of_rank)]
+        faults += [f"stage {stage} is on no rank" for stage in _missing(stages)]
         return faults + [f"stage {stage} is there {count} times" for stage, count in stages.items() if count > 1]
 
     def schedule(self, name: str) -> Schedule:
-        homes = {stage: rank for rank, held in self.stages_of_rank.items() for stage in held}
         every = [action for actions in self.actions_of_rank.values() for action in actions]
         return Schedule(
             name=name,
-            rank_of_stage=tuple(homes[stage] for stage in range(len(homes))),
+            rank_of_stage=tuple(rank for _, rank in sorted(self.rank_of_stage)),
             microbatches=1 + max((action.index for action in every if action.kind is ActionKind.FORWARD), default=0),
-            rank_actions=tuple(tuple(self.actions_of_rank[rank]) for rank in range(len(self.actions_of_rank))),
+            rank_actions=tuple(tuple(actions) for _, actions in sorted(self.actions_of_rank.items())),
             slices=1 + max((action.slice_index for action in every), default=0),
         )
 
 
-def _missing(largest: int, present: Container[int]) -> Iterator[int]:
+def _missing(numbers: Collection[int]) -> Iterator[int]:
     """The first few missing numbers: a file may name a stage of any number."""
-    return islice((number for number in range(largest + 1) if number not in present), MAX_LISTED)
+    return islice((number for number in range(max(numbers, default=0) + 1) if number not in numbers), MAX_LISTED)

@@ -20,28 +20,28 @@ from echelon.pipeline.actions import Action, ActionKind
 from echelon.pipeline.schedule import Schedule
 
 
-def truncation_note(requested: int, scheduled: int) -> str:
-    """The note of a schedule that was built for more microbatches than requested."""
-    if requested == scheduled:
-        return ""
-    surplus = f"the schedule for {scheduled} with {scheduled - requested} left out"
-    return f"{requested} microbatches: {surplus}, so the bubble may be larger"
-
-
 def sync_schedule(
     name: str,
     rank_of_stage: tuple[int, ...],
     microbatches: int,
     rank_actions: Iterable[Iterable[Action]],
     *,
+    scheduled: int = 0,
     slices: int = 1,
-    note: str = "",
 ) -> Schedule:
-    """A synchronous schedule: all actions but those of surplus microbatches, then one update per stage."""
+    """A synchronous schedule: all actions but those of surplus microbatches, then one update per stage.
+
+    `scheduled` is the number of microbatches that the actions were built for, if it is larger than `microbatches`.
+    """
     actions_of_rank = [[action for action in actions if action.index < microbatches] for actions in rank_actions]
     for stage, rank in enumerate(rank_of_stage):
         actions_of_rank[rank].append(Action(stage, ActionKind.UPDATE, 1))
-    frozen = tuple(tuple(actions) for actions in actions_of_rank)
+    surplus = f"the schedule for {scheduled} with {scheduled - microbatches} left out"
     return Schedule(
-        name=name, rank_of_stage=rank_of_stage, microbatches=microbatches, rank_actions=frozen, slices=slices, note=note
+        name=name,
+        rank_of_stage=rank_of_stage,
+        microbatches=microbatches,
+        rank_actions=tuple(map(tuple, actions_of_rank)),
+        slices=slices,
+        note=f"{microbatches} microbatches: {surplus}, so the bubble may be larger" if scheduled > microbatches else "",
     )

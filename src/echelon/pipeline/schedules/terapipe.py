@@ -23,14 +23,12 @@ from echelon.pipeline.schedules.sync_step import sync_schedule
 
 
 def build(ranks: int, chunks: int, microbatches: int, slices: int = 1) -> Schedule:
-    lists = [_rank_actions(rank, microbatches, slices) for rank in range(ranks)]
+    passes = ((ActionKind.FORWARD, range(slices)), (ActionKind.BACKWARD, range(slices)[::-1]))
+    lists = [
+        [Action(rank, kind, m, part) for kind, parts in passes for m in range(microbatches) for part in parts]
+        for rank in range(ranks)
+    ]
     return sync_schedule("terapipe", looped_placement(ranks), microbatches, lists, slices=slices)
-
-
-def _rank_actions(rank: int, microbatches: int, slices: int) -> list[Action]:
-    there, back = range(slices), range(slices - 1, -1, -1)
-    forwards = [Action(rank, ActionKind.FORWARD, m, part) for m in range(microbatches) for part in there]
-    return forwards + [Action(rank, ActionKind.BACKWARD, m, part) for m in range(microbatches) for part in back]
 
 
 def bubble(ranks: int, chunks: int, microbatches: int, slices: int = 1) -> Fraction:

@@ -32,27 +32,23 @@ def build(
     microbatches_per_update: int = 0,
 ) -> Schedule:
     """`microbatches_per_update` of 0 makes one update per window."""
-    microbatches_per_update = microbatches_per_update or microbatches
-    if drain and (first_microbatch + microbatches) % microbatches_per_update:
+    batch, end = microbatches_per_update or microbatches, first_microbatch + microbatches
+    if drain and end % batch:
         raise ValueError(
-            f"a stream of 2bw ends inside a batch (microbatch {first_microbatch + microbatches}, batches of "
-            f"{microbatches_per_update}); end it at a multiple of {microbatches_per_update}"
+            f"a stream of 2bw ends inside a batch (microbatch {end}, batches of {batch}); "
+            f"end it at a multiple of {batch}"
         )
 
     def rule(stage: int) -> WeightVersionRule:
         return WeightVersionRule(
-            lag=min(ranks - 1 - stage, microbatches_per_update),
-            version=lambda m: max(0, m // microbatches_per_update - 1),
-            last_microbatch=lambda version: (version + 2) * microbatches_per_update - 1,
-            microbatches_per_update=microbatches_per_update,
+            lag=min(ranks - 1 - stage, batch),
+            version=lambda m: max(0, m // batch - 1),
+            last_microbatch=lambda version: (version + 2) * batch - 1,
+            microbatches_per_update=batch,
         )
 
-    is_short = microbatches_per_update < ranks - 1
-    note = (
-        f"batches of fewer than {ranks - 1} microbatches ({microbatches_per_update}): stages wait for weights"
-        if is_short
-        else ""
-    )
+    note = f"batches of fewer than {ranks - 1} microbatches ({batch}): stages wait for weights"
+    note = note if batch < ranks - 1 else ""
     return stream_schedule("2bw", ranks, microbatches, rule, first_microbatch=first_microbatch, drain=drain, note=note)
 
 
@@ -64,6 +60,5 @@ def bubble(ranks: int, chunks: int, microbatches: int, microbatches_per_update: 
 
 def in_flight(ranks: int, chunks: int, microbatches: int, microbatches_per_update: int = 0) -> tuple[int, ...]:
     """In a run of `microbatches` in all."""
-    return tuple(
-        min(microbatches, ranks - rank, (microbatches_per_update or microbatches) + 1) for rank in range(ranks)
-    )
+    batch = microbatches_per_update or microbatches
+    return tuple(min(microbatches, ranks - rank, batch + 1) for rank in range(ranks))

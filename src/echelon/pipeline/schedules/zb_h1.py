@@ -18,27 +18,24 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from echelon.pipeline.actions import Action, ActionKind
 from echelon.pipeline.schedule import Schedule, looped_placement
-from echelon.pipeline.schedules.sync_step import sync_schedule
+from echelon.pipeline.schedules.phases import Phase, phased_schedule
 
 
 def build(ranks: int, chunks: int, microbatches: int) -> Schedule:
-    lists = [_rank_actions(rank, ranks - rank - 1, microbatches) for rank in range(ranks)]
-    return sync_schedule("zb-h1", looped_placement(ranks), microbatches, lists)
+    def phases(rank: int) -> list[Phase]:
+        warmup, delay = min(ranks - rank - 1, microbatches), min(rank, microbatches)
+        steady = microbatches - warmup
+        return [
+            (warmup, "F0"),
+            (min(delay, steady), "F0 I0"),
+            (steady - delay, "F0 I0 W0"),
+            (delay - steady, "I0"),
+            (min(warmup, microbatches - delay), "I0 W0"),
+            (delay, "W0"),
+        ]
 
-
-def _rank_actions(rank: int, num_warmup: int, microbatches: int) -> list[Action]:
-    forwards, weights = (
-        [Action(rank, kind, m) for m in range(microbatches)] for kind in (ActionKind.FORWARD, ActionKind.WEIGHT_GRAD)
-    )
-    actions = forwards[:num_warmup]
-    for m in range(microbatches):
-        actions += forwards[num_warmup + m : num_warmup + m + 1]  # empty when the forwards are used up
-        actions.append(Action(rank, ActionKind.INPUT_GRAD, m))
-        if m >= rank:
-            actions.append(weights[m - rank])
-    return actions + weights[max(0, microbatches - rank) :]
+    return phased_schedule("zb-h1", looped_placement(ranks), microbatches, phases)
 
 
 def bubble(ranks: int, chunks: int, microbatches: int) -> Fraction:

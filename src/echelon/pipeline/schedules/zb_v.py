@@ -29,31 +29,28 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from echelon.pipeline.actions import Action
 from echelon.pipeline.schedule import Schedule, v_placement
-from echelon.pipeline.schedules.phases import PhaseBuilder
-from echelon.pipeline.schedules.sync_step import sync_schedule, truncation_note
+from echelon.pipeline.schedules.phases import Phase, phased_schedule
 
 
 def build(ranks: int, chunks: int, microbatches: int) -> Schedule:
     scheduled = max(microbatches, 2 * ranks - 1)
-    lists = [_rank_actions(rank, ranks, scheduled) for rank in range(ranks)]
-    return sync_schedule("zb-v", v_placement(ranks), microbatches, lists, note=truncation_note(microbatches, scheduled))
 
+    def phases(rank: int) -> list[Phase]:
+        behind = ranks - rank
+        return [
+            (2 * behind - 1, "F0"),
+            (rank, "F1 F0"),
+            (behind, "F1 I1 W1"),
+            (scheduled - ranks - behind + 1, "F0 I0 W0 F1 I1 W1"),
+            (behind - 1, "I0 W0 F1 I1 W1"),
+            (rank, "I0 I1"),
+            (behind, "I0 W0"),
+            (rank, "W1"),
+            (rank, "W0"),
+        ]
 
-def _rank_actions(rank: int, ranks: int, microbatches: int) -> list[Action]:
-    behind = ranks - rank
-    phases = PhaseBuilder(rank, 2 * ranks - 1 - rank)
-    phases.repeat(2 * behind - 1, "F0")
-    phases.repeat(rank, "F1 F0")
-    phases.repeat(behind, "F1 I1 W1")
-    phases.repeat(microbatches - ranks - behind + 1, "F0 I0 W0 F1 I1 W1")
-    phases.repeat(behind - 1, "I0 W0 F1 I1 W1")
-    phases.repeat(rank, "I0 I1")
-    phases.repeat(behind, "I0 W0")
-    phases.repeat(rank, "W1")
-    phases.repeat(rank, "W0")
-    return phases.actions
+    return phased_schedule("zb-v", v_placement(ranks), microbatches, phases, scheduled=scheduled)
 
 
 def bubble(ranks: int, chunks: int, microbatches: int) -> Fraction:
