@@ -86,7 +86,7 @@ class Ours:
         engine, count = self.engine, batch["targets"].numel()
         assert engine.pipeline is not None
         works = [MicrobatchInputs(m.inputs, m.samples) for m in engine.microbatches(batch)]
-        totals = engine.pipeline.train(works, 1.0 / count)
+        totals = engine.pipeline.runtime.train(works, 1.0 / count)
         return everywhere(totals[0] / count)
 
     def gradients(self) -> dict[str, Tensor]:

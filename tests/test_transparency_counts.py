@@ -321,7 +321,7 @@ def hold_versions(model: ModelConfig, text: str) -> tuple[int, int]:
         compute_bytes=4,
         master_bytes=4,
         moments=2,
-        num_versions=engine.pipeline.peak_weight_versions,
+        num_versions=engine.pipeline.runtime.peak_weight_versions(),
     )
     return sum(size for pointer, size in old.items() if pointer not in now), claimed["versions"]
 

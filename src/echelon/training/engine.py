@@ -222,7 +222,7 @@ class Engine:
 
     def _pipeline_step(self, microbatches: Iterable[Microbatch], lr: float) -> Tensor:
         assert self.pipeline is not None
-        return self.pipeline.train(
+        return self.pipeline.runtime.train(
             self.batch_sharder.pipeline_microbatches(microbatches), self.normalizer.backward_seed
         )
 
@@ -257,7 +257,7 @@ class Engine:
     def drain(self) -> None:
         """Finish every update in flight, of an asynchronous schedule or on the host."""
         if self.pipeline is not None:
-            self.pipeline.drain()
+            self.pipeline.runtime.drain()
         for group in self.parallel.sharded_model.param_groups:
             if group.offloaded is not None:
                 group.offloaded.wait()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def step_collectives(engine: Engine, traffic: tp_cost.TransformerSizes | None) -> list[Collective]:
     """See `Engine.collectives`."""
     layout, pipeline, parallel = engine.layout, engine.pipeline, engine.parallel
-    slices = pipeline.slice_lengths(traffic) if pipeline is not None and traffic is not None else ()
+    slices = pipeline.runtime.slice_lengths(traffic.seq_len) if pipeline is not None and traffic is not None else ()
     collectives: list[Collective] = []
     if traffic is not None:
         local_sizes = (
@@ -54,7 +54,7 @@ def step_collectives(engine: Engine, traffic: tp_cost.TransformerSizes | None) -
     updates = pipeline.updates_per_step if pipeline is not None else 1
     once = _update_collectives(engine, layout.accumulate * max(len(slices), 1) // updates)
     collectives += [replace(item, count=item.count * updates) for item in once]
-    collectives += pipeline.update_collectives() if pipeline is not None else []
+    collectives += pipeline.runtime.update_collectives() if pipeline is not None else []
     if parallel.axes[engine.loss_axis].size > 1:
         size = 24 if pipeline is not None and pipeline.asynchronous else 16
         collectives.append(Collective(op="all_reduce", axis=engine.loss_axis, bytes=size, purpose="loss and count"))

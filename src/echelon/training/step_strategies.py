@@ -160,8 +160,9 @@ class AsynchronousStep:
 
         loss_scale = engine.normalizer.loss_scaler.recipe.start
         if self._first_step.is_due():
-            self._pipeline.set_loss_scale(loss_scale, float(engine.normalizer.last_num_targets))
-        totals = self._pipeline.train_window(engine.batch_sharder.pipeline_microbatches(microbatches), update, lr)
+            self._pipeline.async_runtime.set_loss_scale(loss_scale, float(engine.normalizer.last_num_targets))
+        inputs = engine.batch_sharder.pipeline_microbatches(microbatches)
+        totals = self._pipeline.async_runtime.train_window(inputs, update, lr)
         counted = square + nonfinite if engine.parallel.token_axis.index == 0 else nonfinite
         values = torch.cat([totals, counted[None]])
         reduction = engine.normalizer.axis.start_all_reduce(values)

@@ -14,17 +14,18 @@ version.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from echelon.layout.collective import Collective
-from echelon.models.pipeline_model import PipelineLayer, PipelineModel
 from echelon.parallel.parallel_model import ParallelModel
 from echelon.pipeline.actions import Action, ActionKind
 from echelon.pipeline.async_.weight_versions import WeightVersions
 from echelon.pipeline.execution.p2p import TransferSpec
 from echelon.pipeline.execution.runtime import MicrobatchInputs, PipelineRuntime
+from echelon.pipeline.execution.stage_assignment import StageAssignment
 from echelon.pipeline.lower import lower
 from echelon.pipeline.schedule import RankActions, Schedule
 from echelon.pipeline.schedules import make_schedule, updates_per_step
@@ -38,19 +39,13 @@ UpdateFunction = Callable[[float, float], None]
 class AsyncRuntime(PipelineRuntime):
     """Executes the one stage of a rank, window by window."""
 
-    def __init__(
-        self,
-        parallel: ParallelModel,
-        pipeline_model: PipelineModel,
-        stage_layers: Sequence[Sequence[PipelineLayer]],
-        schedule: Schedule,
-    ):
-        super().__init__(parallel, pipeline_model, stage_layers, schedule)
+    def __init__(self, parallel: ParallelModel, assignment: StageAssignment):
+        super().__init__(parallel, assignment)
         _reject_tied_weights(parallel)
         self.update: UpdateFunction = _no_update
         self.updates_per_step = updates_per_step(parallel.layout)
         self.microbatches_per_update = parallel.layout.accumulate // self.updates_per_step
-        self.is_last = self.local_stages == (schedule.stages - 1,)
+        self.is_last = self.local_stages == (self.schedule.stages - 1,)
         self._loss_scale = 1.0
         self.grad_seed: float = 1.0
         self._reset_stream()
@@ -100,12 +95,7 @@ class AsyncRuntime(PipelineRuntime):
         return make_schedule(name, ranks, self._window_size, first_microbatch=first_microbatch, drain=drain)
 
     def _run_window(self, rank_actions: RankActions) -> None:
-        schedule = Schedule(
-            name=self.schedule.name,
-            rank_of_stage=self.schedule.rank_of_stage,
-            microbatches=self._window_size,
-            rank_actions=rank_actions,
-        )
+        schedule = replace(self.schedule, microbatches=self._window_size, rank_actions=rank_actions)
         self._microbatches = {m: microbatch for m, (microbatch, _) in self._in_flight.items()}
         for index, action in enumerate(lower(schedule).rank_actions[self.rank]):
             self._run_action(action, index)
@@ -191,13 +181,9 @@ class AsyncRuntime(PipelineRuntime):
         """The most versions of its weights that this rank holds at once."""
         layout = self.parallel.layout
         # Two steps after the pipeline has filled, a stream repeats itself.
-        steps = range(2 + -(-layout.pp // layout.accumulate))
-        windows = [
-            make_schedule(
-                layout.schedule, layout.pp, layout.accumulate, first_microbatch=step * layout.accumulate, drain=False
-            )
-            for step in steps
-        ]
+        firsts = [step * layout.accumulate for step in range(2 + -(-layout.pp // layout.accumulate))]
+        sizes = layout.schedule, layout.pp, layout.accumulate
+        windows = [make_schedule(*sizes, first_microbatch=first, drain=False) for first in firsts]
         return simulate(join_windows(windows)).weight_versions[self.rank]
 
     def update_collectives(self) -> list[Collective]:

@@ -34,7 +34,7 @@ from echelon.pipeline.schedules import runtime_path, updates_per_step
 from echelon.pipeline.timeline import Timeline
 
 if TYPE_CHECKING:
-    from echelon.pipeline.async_.async_runtime import AsyncRuntime, UpdateFunction
+    from echelon.pipeline.async_.async_runtime import AsyncRuntime
 
 
 class Pipeline:
@@ -48,8 +48,7 @@ class Pipeline:
         self._gathers = parallel.axes.recorder.new_sequence(range(layout.world))
         module, _, name = runtime_path(layout.schedule).rpartition(".")
         runtime_class: type[PipelineRuntime] = getattr(import_module(module), name)
-        layers = [self.stages.layers(stage) for stage in range(self.schedule.stages)]
-        self.runtime = runtime_class(parallel, self.stages.pipeline_model, layers, self.schedule)
+        self.runtime = runtime_class(parallel, assignment)
 
     # -- cost ---------------------------------------------------------------------------------------------------------
 
@@ -57,19 +56,8 @@ class Pipeline:
     def stages_per_param_group(self) -> dict[str, int]:
         """How many of this rank's stages use each parameter group."""
         sharded = self.parallel.sharded_model
-        return {
-            group.spec.name: sum(group in of_stage for of_stage in sharded.stage_groups)
-            for group in sharded.param_groups
-        }
-
-    @property
-    def peak_weight_versions(self) -> int:
-        """The most versions of its weights that this rank holds at once."""
-        return self.runtime.peak_weight_versions()
-
-    def update_collectives(self) -> list[Collective]:
-        """What an asynchronous schedule communicates for the updates of a step."""
-        return self.runtime.update_collectives()
+        groups, stages = sharded.param_groups, sharded.stage_groups
+        return {group.spec.name: sum(group in of_stage for of_stage in stages) for group in groups}
 
     def rank_share(self, sizes: TransformerSizes) -> TransformerSizes:
         """A transformer's sizes on this rank alone."""
@@ -78,19 +66,11 @@ class Pipeline:
         has_embedding, has_head = 0 in stages, last in stages
         return replace(sizes, layers=layers - has_embedding - has_head, has_embedding=has_embedding, has_head=has_head)
 
-    def slice_lengths(self, sizes: TransformerSizes) -> tuple[int, ...]:
-        """The lengths of a sequence's slices; empty where sequences are not sliced."""
-        return self.runtime.slice_lengths(sizes.seq_len)
-
-    def schedule_for(self, seq_len: int) -> Schedule:
-        """The schedule of a step; only TeraPipe's depends on the sequence length."""
-        return self.runtime.schedule_for(seq_len)
-
     def p2p_collectives(self, sizes: TransformerSizes) -> list[Collective]:
         """What this rank of a transformer sends to other stages in a step."""
-        layout, slices = self.parallel.layout, self.slice_lengths(sizes)
-        schedule = self.schedule_for(sizes.seq_len)
-        actions = [action for action in schedule.rank_actions[self.runtime.rank] if action.kind in SENDS]
+        layout, slices = self.parallel.layout, self.runtime.slice_lengths(sizes.seq_len)
+        actions = self.runtime.schedule_for(sizes.seq_len).rank_actions[self.runtime.rank]
+        actions = tuple(action for action in actions if action.kind in SENDS)
         sends = Counter(action.slice_index for action in actions)
         sequences, width = tp_grid_cost.local_activation_shape(layout, sizes.batch, sizes.width)
 
@@ -113,24 +93,10 @@ class Pipeline:
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
-    def train(self, microbatches: Sequence[MicrobatchInputs], grad_seed: float | Tensor) -> Tensor:
-        """Run a synchronous step up to its reduced gradients, of the loss times `grad_seed`.
-
-        Returns (sum of losses, number of valid targets) of this rank.
-        """
-        return self.runtime.train(microbatches, grad_seed)
-
-    def train_window(self, microbatches: Sequence[MicrobatchInputs], update: UpdateFunction, lr: float) -> Tensor:
-        """Run a step of an asynchronous schedule, which calls `update` as it goes."""
-        return self._async_runtime.train_window(microbatches, update, lr)
-
-    def set_loss_scale(self, scale: float, num_targets: float) -> None:
-        """Set the loss scale before the first window of an asynchronous schedule, and the targets to expect of it."""
-        self._async_runtime.set_loss_scale(scale, num_targets)
-
-    def drain(self) -> None:
-        """Finish the microbatches that an asynchronous schedule has in flight."""
-        self.runtime.drain()
+    @property
+    def async_runtime(self) -> AsyncRuntime:
+        assert self.asynchronous
+        return cast("AsyncRuntime", self.runtime)
 
     def start_recording(self) -> None:
         """Record the actions of the next step."""
@@ -167,25 +133,12 @@ class Pipeline:
     def _forward_schedule(self, microbatches: int) -> Schedule:
         return lower(forward_only_schedule(self.schedule.rank_of_stage, microbatches))
 
-    @property
-    def _async_runtime(self) -> AsyncRuntime:
-        assert self.asynchronous
-        return cast("AsyncRuntime", self.runtime)
-
 
 def forward_only_schedule(rank_of_stage: Sequence[int], microbatches: int) -> Schedule:
     """The schedule of an evaluation: every forward and nothing else."""
-    return Schedule(
-        name="forward",
-        rank_of_stage=tuple(rank_of_stage),
-        microbatches=microbatches,
-        rank_actions=tuple(
-            tuple(
-                Action(stage, ActionKind.FORWARD, m)
-                for m in range(microbatches)
-                for stage, home in enumerate(rank_of_stage)
-                if home == rank
-            )
-            for rank in range(max(rank_of_stage) + 1)
-        ),
-    )
+    rank_actions: list[list[Action]] = [[] for _ in range(max(rank_of_stage) + 1)]
+    for m in range(microbatches):
+        for stage, rank in enumerate(rank_of_stage):
+            rank_actions[rank].append(Action(stage, ActionKind.FORWARD, m))
+    lists, homes = tuple(map(tuple, rank_actions)), tuple(rank_of_stage)
+    return Schedule(name="forward", rank_of_stage=homes, microbatches=microbatches, rank_actions=lists)

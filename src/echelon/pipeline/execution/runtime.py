@@ -23,15 +23,16 @@ from torch import Tensor
 
 from echelon.layout.collective import Collective
 from echelon.models.lm_head import check_loss_output
-from echelon.models.pipeline_model import PipelineLayer, PipelineModel
 from echelon.parallel.dp.sharded_model import explain_freed_params
 from echelon.parallel.parallel_model import ParallelModel
-from echelon.pipeline.actions import Action, ActionKind
+from echelon.pipeline.actions import RECEIVES, SENDS, Action, ActionKind
 from echelon.pipeline.execution import split_backward
 from echelon.pipeline.execution.fsdp_hooks import StageParamGroups
 from echelon.pipeline.execution.p2p import P2PChannels, PendingReceive, TransferSpec
+from echelon.pipeline.execution.stage_assignment import StageAssignment
 from echelon.pipeline.execution.stage_io import NonLeafAlias, pack_tensors, unpack_tensors
 from echelon.pipeline.schedule import Schedule
+from echelon.pipeline.timeline import RELEASING_KINDS
 
 FORWARD, BACKWARD = 0, 1
 
@@ -71,15 +72,10 @@ class SavedActivations:
 class PipelineRuntime:
     """Executes the stages of one rank. Schedule families with another runtime subclass it."""
 
-    def __init__(
-        self,
-        parallel: ParallelModel,
-        pipeline_model: PipelineModel,
-        stage_layers: Sequence[Sequence[PipelineLayer]],
-        schedule: Schedule,
-    ):
-        self.parallel, self.pipeline_model = parallel, pipeline_model
-        self.stage_layers, self.schedule = stage_layers, schedule
+    def __init__(self, parallel: ParallelModel, assignment: StageAssignment):
+        self.parallel, self.pipeline_model = parallel, assignment.stages.pipeline_model
+        self.schedule = schedule = assignment.schedule
+        self.stage_layers = [assignment.stages.layers(stage) for stage in range(schedule.stages)]
         axis = parallel.axes["pp"]
         self._recorder = axis.recorder
         self.rank = axis.index
@@ -133,17 +129,18 @@ class PipelineRuntime:
     # -- one step -----------------------------------------------------------------------------------------------------
 
     def train(self, microbatches: Sequence[MicrobatchInputs], grad_seed: float | Tensor) -> Tensor:
-        """Run every action of a step but the updates; (sum of losses, number of valid targets) of this rank.
+        """Run every action of a step but the updates, up to the reduced gradients of the loss times `grad_seed`.
 
-        The engine updates all stages at the end of the step: clipping needs the norm over all of them.
+        The engine updates all stages at the end of the step: clipping needs the norm over all of them. Returns (sum of
+        losses, number of valid targets) of this rank.
         """
         self._microbatches, self.grad_seed = dict(enumerate(microbatches)), grad_seed
         self._num_slices = self.schedule.slices
         self.totals.zero_()
         self.param_groups.begin_step()
         actions = self.schedule.rank_actions[self.rank]
-        ends = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD)
-        self._last_backward = {action.stage: index for index, action in enumerate(actions) if action.kind in ends}
+        ends = [(index, action.stage) for index, action in enumerate(actions) if action.kind in RELEASING_KINDS]
+        self._last_backward = {stage: index for index, stage in ends}
         for index, action in enumerate(actions):
             self._run_action(action, index)
         self.p2p.flush()
@@ -203,22 +200,15 @@ class PipelineRuntime:
             self._forward(stage, m)
         elif kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRAD):
             self._backward(stage, m)
-            if kind is ActionKind.BACKWARD:
-                self._weight_backward(stage, m)
-                self._end_backward(stage, m, index)
-            else:
-                self.param_groups.reshard_layers(self.local_stages.index(stage))
-        elif kind is ActionKind.WEIGHT_GRAD:
+        if kind in RELEASING_KINDS:
             self._weight_backward(stage, m)
             self._end_backward(stage, m, index)
-        elif kind is ActionKind.SEND_FORWARD:
-            self._send(stage, m, FORWARD)
-        elif kind is ActionKind.SEND_BACKWARD:
-            self._send(stage, m, BACKWARD)
-        elif kind is ActionKind.RECEIVE_FORWARD:
-            self._post_receive(stage, m, FORWARD)
-        elif kind is ActionKind.RECEIVE_BACKWARD:
-            self._post_receive(stage, m, BACKWARD)
+        elif kind is ActionKind.INPUT_GRAD:
+            self.param_groups.reshard_layers(self.local_stages.index(stage))
+        elif kind in SENDS:
+            self._send(stage, m, FORWARD if kind is ActionKind.SEND_FORWARD else BACKWARD)
+        elif kind in RECEIVES:
+            self._post_receive(stage, m, FORWARD if kind is ActionKind.RECEIVE_FORWARD else BACKWARD)
 
     # -- compute ------------------------------------------------------------------------------------------------------
 

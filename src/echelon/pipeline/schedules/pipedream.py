@@ -26,6 +26,6 @@ from echelon.pipeline.schedules.async_stream import WeightVersionRule, stream_sc
 def build(ranks: int, chunks: int, microbatches: int, *, first_microbatch: int = 0, drain: bool = True) -> Schedule:
     def rule(stage: int) -> WeightVersionRule:
         lag = ranks - 1 - stage
-        return WeightVersionRule.with_delay(lag, lag)
+        return WeightVersionRule.with_delay(lag, delay=lag)
 
     return stream_schedule("pipedream", ranks, microbatches, rule, first_microbatch=first_microbatch, drain=drain)

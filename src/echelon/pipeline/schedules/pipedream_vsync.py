@@ -19,6 +19,7 @@ from echelon.pipeline.schedules.async_stream import WeightVersionRule, stream_sc
 
 def build(ranks: int, chunks: int, microbatches: int, *, first_microbatch: int = 0, drain: bool = True) -> Schedule:
     def rule(stage: int) -> WeightVersionRule:
-        return WeightVersionRule.with_delay(ranks - 1 - stage, ranks - 1)
+        lag = ranks - 1 - stage
+        return WeightVersionRule.with_delay(lag, delay=ranks - 1)
 
     return stream_schedule("pipedream-vsync", ranks, microbatches, rule, first_microbatch=first_microbatch, drain=drain)

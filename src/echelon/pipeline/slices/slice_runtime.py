@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from echelon.models.pipeline_model import PipelineLayer, PipelineModel
 from echelon.parallel.parallel_model import ParallelModel
 from echelon.pipeline.execution.runtime import MicrobatchInputs, PipelineRuntime
+from echelon.pipeline.execution.stage_assignment import StageAssignment
 from echelon.pipeline.lower import lower
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.schedules import make_schedule
@@ -20,16 +20,10 @@ from echelon.pipeline.slices.token_slices import SliceState, sequence_length, sl
 class SliceRuntime(PipelineRuntime):
     """Executes the one stage of a rank. The number of slices follows from the sequence length."""
 
-    def __init__(
-        self,
-        parallel: ParallelModel,
-        pipeline_model: PipelineModel,
-        stage_layers: Sequence[Sequence[PipelineLayer]],
-        schedule: Schedule,
-    ):
-        super().__init__(parallel, pipeline_model, stage_layers, schedule)
+    def __init__(self, parallel: ParallelModel, assignment: StageAssignment):
+        super().__init__(parallel, assignment)
         self.slice_state = SliceState(parallel)
-        if not self.slice_state.kv_caches or pipeline_model.slice_shared is None:
+        if not self.slice_state.kv_caches or self.pipeline_model.slice_shared is None:
             raise ValueError(
                 "schedule=terapipe requires attention that takes a sequence slice by slice (models/attention.py), and "
                 "a chain that can slice its shared inputs (`PipelineModel.slice_shared`); use schedule=1f1b"

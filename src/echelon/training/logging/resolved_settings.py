@@ -127,7 +127,7 @@ def _state_bytes(engine: Engine) -> ResolvedSetting:
         master_bytes=options.master_dtype.itemsize,
         reduce_bytes=options.grad_dtype.itemsize,
         float16=options.compute_dtype == torch.float16,
-        num_versions=engine.pipeline.peak_weight_versions if engine.pipeline is not None else 1,
+        num_versions=engine.pipeline.runtime.peak_weight_versions() if engine.pipeline is not None else 1,
     )
     state_bytes["optimizer"] = cost.rank_state_bytes(
         engine.update_rule, parallel.placement, master_bytes=options.master_dtype.itemsize
@@ -234,7 +234,7 @@ def _offload_settings(engine: Engine) -> Iterator[ResolvedSetting]:
 
 
 def _pipeline_settings(pipeline: Pipeline, seq_len: int) -> Iterator[ResolvedSetting]:
-    schedule = pipeline.schedule_for(seq_len)
+    schedule = pipeline.runtime.schedule_for(seq_len)
     yield (
         "schedule",
         f"{schedule.name}: {schedule.stages} stages, {schedule.microbatches} microbatches",
