@@ -7,6 +7,7 @@ from dataclasses import replace
 from echelon import models
 from echelon.layout import Layout
 from echelon.layout.collective import Collective
+from echelon.parallel.tp.cost import TransformerSizes
 from echelon.parallel.tp_grid import cost as tp_grid_cost
 
 LAYOUTS = tuple(f"{text},microbatch=4" for text in ("tp=4,tp_kind=2d", "tp=8,tp_kind=2.5d,depth=2", "tp=8,tp_kind=3d"))
@@ -27,12 +28,14 @@ def costs(text: str, model: str, seq_len: int, element_bytes: int, loss_bytes: i
         norm,
         *tp_grid_cost.embedding_and_head_sizes(layout, shape.vocab, width),
     ]
-    found = tp_grid_cost.collectives(
-        [(part, 0) for part in parts],
-        layout,
+    step = TransformerSizes(
+        layers=shape.layers,
+        width=width,
         batch=layout.microbatch,
         seq_len=seq_len,
+        dropout=False,
         element_bytes=element_bytes,
         loss_bytes=loss_bytes,
     )
+    found = tp_grid_cost.collectives([(part, 0) for part in parts], layout, step)
     return sorted((replace(item, purpose="blocks") for item in found), key=lambda item: (item.op, item.axis))

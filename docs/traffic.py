@@ -58,15 +58,17 @@ def tensor_bytes(layout: Layout, seq_len: int) -> float:
             layout, layout.microbatch, seq_len, SIZE, each, each
         )
         return _wire(found, {"tp": layout.tp})
-    found = tp_grid_cost.collectives(
-        [(part, 0) for part in _parts(layer, layout)],
-        layout,
+    sizes = tp_cost.TransformerSizes(
+        layers=1,
+        width=width,
         batch=layout.microbatch,
         seq_len=seq_len,
+        dropout=False,
         element_bytes=SIZE,
         loss_bytes=LOSS,
     )
-    grid = tp_grid_cost.grid_shape(layout)
+    found = tp_grid_cost.collectives([(part, 0) for part in _parts(layer, layout)], layout, sizes)
+    grid = tp_cost.grid_shape(layout)
     return _wire(found, {"z": grid.z, "y": grid.y, "x": grid.x})
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from echelon.memory.offload.host_transfer import DOWN, UP, CopyEvent, HostLink
 from echelon.parallel.dp import offload_policy
 from echelon.parallel.dp.offload_host import OffloadHost
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.training.engine import Engine
 from echelon.training.engine_state import training_state
 
@@ -175,5 +176,5 @@ def test_the_worker_sets_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     link, unit = HostLink(torch.device("cpu")), engine_away("dp=1").parallel.sharded_model.param_groups[0].spec
     link.on_gpu, link.device = True, torch.device("cuda", 1)
-    OffloadHost.create(link, [unit], master_bytes=4, compute_bytes=2, paged=False, disk=None).worker.stop()
+    OffloadHost.create(link, [unit], ParallelOptions(), "optimizer").worker.stop()
     assert found == [("echelon-host", torch.device("cuda", 1))]

@@ -11,8 +11,7 @@ from echelon.layout import Layout
 from echelon.models import model_config
 from echelon.parallel.dp import cost as dp_cost
 from echelon.parallel.parallel_options import ParallelOptions
-from echelon.parallel.tp.cost import TransformerSizes
-from echelon.parallel.tp_grid import cost as tp_grid_cost
+from echelon.parallel.tp.cost import TransformerSizes, grid_shape
 from echelon.planning.cluster import cluster
 from echelon.planning.cluster.link_time import wire_bytes
 from echelon.planning.cost.count_work import count_work
@@ -39,7 +38,7 @@ def counted(text: str) -> tuple[dict[str, int], float]:
         element_bytes=2,
         loss_bytes=4,
     )
-    ranks = {axis: getattr(tp_grid_cost.grid_shape(layout), axis) for axis in "zyx"}
+    ranks = {axis: getattr(grid_shape(layout), axis) for axis in "zyx"}
     issued = [item for item in engine.collectives(traffic) if item.axis in ranks]
     wire = sum(wire_bytes(item.op, item.bytes, ranks[item.axis]) * item.count for item in issued)
     held = dp_cost.state_bytes(

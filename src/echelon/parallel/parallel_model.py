@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from torch import nn
 
@@ -51,26 +51,9 @@ class ParallelModel:
     @classmethod
     def from_context(cls, context: TransformContext) -> ParallelModel:
         """Return the model that the transforms have built."""
-        return cls(
-            model=context.model,
-            layout=context.layout,
-            axes=context.axes,
-            placement=context.placement,
-            sharded_model=context.sharded_model,
-            rng_stream=context.rng_stream,
-            policy=context.policy,
-            options=context.options,
-            token_axis=context.axes[context.token_axis],
-            offload=context.offload,
-            tp_boundary=context.tp_boundary,
-            cp_context=context.cp_context,
-            has_expert_params=context.has_expert_params,
-            checkpointing=context.checkpointing,
-        )
+        return cls(**{field.name: getattr(context, field.name) for field in fields(cls)})
 
     def saved_tensor_context(self) -> AbstractContextManager[object]:
         """Return the context of every forward pass: it compresses saved tensors if the options ask for it."""
-        compression = self.options.compress
-        if compression == compression_cost.NONE:
-            return nullcontext()
-        return saved_tensor_compression.compressed(compression)
+        compress = self.options.compress
+        return nullcontext() if compress == compression_cost.NONE else saved_tensor_compression.compressed(compress)

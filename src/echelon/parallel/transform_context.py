@@ -14,7 +14,7 @@ from echelon.layout import Layout, Mesh
 from echelon.layout.placement import LogicalParam, Piece, Placement
 from echelon.memory.checkpointing.checkpoint_policy import CheckpointedLayers
 from echelon.parallel.comm.axis_names import mesh_axis_names, token_axes
-from echelon.parallel.comm.mesh_axis import MeshAxes, world_rank
+from echelon.parallel.comm.mesh_axis import MeshAxes, MeshAxis, world_rank
 from echelon.parallel.dp.zero import ShardingPolicy, sharding_policy
 from echelon.parallel.init_weights import initial_values
 from echelon.parallel.parallel_options import ParallelOptions
@@ -53,9 +53,9 @@ class TransformContext:
     sharded_model: ShardedModel = field(init=False)
 
     @property
-    def token_axis(self) -> str:
+    def token_axis(self) -> MeshAxis:
         """The axis of ranks with different tokens."""
-        return "*".join(token_axes(self.layout))
+        return self.axes["*".join(token_axes(self.layout))]
 
     def add_partial_grad_axes(self) -> None:
         """Create the axes over which partial gradients are summed, in one order on all ranks."""

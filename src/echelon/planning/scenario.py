@@ -15,7 +15,7 @@ from echelon.memory.compression import cost as compression_cost
 from echelon.models.model_config import SIZES
 from echelon.optim import offload_support
 from echelon.optim.update_rule import DefaultRule, UpdateRule
-from echelon.parallel.tp_grid import cost as tp_grid_cost
+from echelon.parallel.tp import cost as tp_cost
 from echelon.planning.calibrate.constants import DEFAULT_IMBALANCE
 from echelon.planning.cluster.cluster import Cluster
 from echelon.planning.memory_options import MemoryOptions
@@ -139,14 +139,8 @@ class Scenario(TrainingSetup):
     @property
     def tokens(self) -> float:
         """Tokens of a microbatch on one cp rank, with the sequences that a tp grid pads it by."""
-        return self._sequences * self.seq_len / self.layout.cp
-
-    @property
-    def _sequences(self) -> int:
-        if self.layout.tp_kind == "1d":
-            return self.layout.microbatch
-        grid = tp_grid_cost.grid_shape(self.layout)
-        return grid.batch_parts * grid.local_batch(self.layout.microbatch)
+        grid = tp_cost.grid_shape(self.layout)
+        return grid.batch_parts * grid.local_batch(self.layout.microbatch) * self.seq_len / self.layout.cp
 
     @property
     def sp_degree(self) -> int:

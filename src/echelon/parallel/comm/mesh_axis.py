@@ -50,7 +50,7 @@ class MeshAxis:
         ranks: Sequence[int],
         rank: int,
         group: dist.ProcessGroup | None,
-        dropped_ops: frozenset[str],
+        dropped_ops: frozenset[str] = frozenset(),
         make_group: Callable[[], dist.ProcessGroup | None] | None = None,
         sequence: OperationSequence | None = None,
         label: str = "",
@@ -103,13 +103,14 @@ class MeshAxis:
         if self.is_idle("all_reduce"):
             return CompletedWork()
         reduce = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
-        return self._record(
-            "all_reduce",
-            tensor,
-            lambda: dist.all_reduce(tensor, op=reduce, group=self.group, async_op=True),
-            sends=tensor,
-            receives=tensor,
-        )
+        start = partial(dist.all_reduce, tensor, op=reduce, group=self.group, async_op=True)
+        return self._record("all_reduce", tensor, start, sends=tensor, receives=tensor)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Return every rank's tensor, [ranks, *tensor.shape], in the order of the axis."""
+        gathered = tensor.new_empty(self.size, *tensor.shape)
+        self.start_all_gather(gathered.view(-1), tensor.reshape(-1)).wait()
+        return gathered
 
     def start_all_gather(self, full: Tensor, shard: Tensor) -> PendingWork:
         """Gather every rank's `shard` into `full`, in the order of the axis; `shard` may be its slice of `full`."""
@@ -149,23 +150,17 @@ class MeshAxis:
             if self.index != source:
                 tensor.zero_()  # dropped on purpose: the source's values are missing
             return CompletedWork()
-        first = self.ranks[source]
-        return self._record(
-            "broadcast",
-            tensor,
-            lambda: dist.broadcast(tensor, src=first, group=self.group, async_op=True),
-            sends=tensor if self.index == source else tensor.new_empty(0),
-            receives=tensor,
-        )
+        sends = tensor if self.index == source else tensor.new_empty(0)
+        start = partial(dist.broadcast, tensor, src=self.ranks[source], group=self.group, async_op=True)
+        return self._record("broadcast", tensor, start, sends=sends, receives=tensor)
 
     def start_reduce(self, tensor: Tensor, target: int) -> PendingWork:
         """Reduce to the rank at index `target`; the other ranks' values are then undefined."""
         if self.is_idle("reduce"):
             return CompletedWork()
-        to = self.ranks[target]
-        gets = tensor if self.index == target else tensor.new_empty(0)
-        start = partial(dist.reduce, tensor, dst=to, group=self.group, async_op=True)
-        return self._record("reduce", tensor, start, sends=tensor, receives=gets)
+        receives = tensor if self.index == target else tensor.new_empty(0)
+        start = partial(dist.reduce, tensor, dst=self.ranks[target], group=self.group, async_op=True)
+        return self._record("reduce", tensor, start, sends=tensor, receives=receives)
 
     def start_all_to_all(
         self,
@@ -181,15 +176,9 @@ class MeshAxis:
         if self.is_idle("all_to_all"):
             received.zero_() if received.shape != sent.shape else received.copy_(sent)
             return CompletedWork()
-        return self._record(
-            "all_to_all",
-            sent,
-            lambda: dist.all_to_all_single(
-                received, sent, received_splits, sent_splits, group=self.group, async_op=True
-            ),
-            sends=sent,
-            receives=received,
-        )
+        splits = (received_splits, sent_splits)
+        start = partial(dist.all_to_all_single, received, sent, *splits, group=self.group, async_op=True)
+        return self._record("all_to_all", sent, start, sends=sent, receives=received)
 
     def start_shift(self, received: Tensor, sent: Tensor, offset: int = 1) -> PendingWork:
         """Send to the rank `offset` further on the axis, cyclically, and receive from the rank `offset` before."""
@@ -197,17 +186,19 @@ class MeshAxis:
             received.zero_() if received.shape != sent.shape else received.copy_(sent)
             return CompletedWork()
         to, source = (self.ranks[(self.index + step) % self.size] for step in (offset, -offset))
-        both = [
-            dist.P2POp(dist.isend, sent, to, group=self.group),
-            dist.P2POp(dist.irecv, received, source, group=self.group),
-        ]
-        return self._record(
-            "shift", sent, lambda: BatchedWork(dist.batch_isend_irecv(both)), sends=sent, receives=received
-        )
+        send = dist.P2POp(dist.isend, sent, to, group=self.group)
+        receive = dist.P2POp(dist.irecv, received, source, group=self.group)
+
+        def start() -> BatchedWork:
+            return BatchedWork(dist.batch_isend_irecv([send, receive]))
+
+        return self._record("shift", sent, start, sends=sent, receives=received)
 
 
 SINGLE_RANK = "alone"
 """the name of the axis of one rank"""
+RankGroups = tuple[tuple[int, ...], ...]
+"""all groups of an axis: the ranks of each"""
 
 _live: weakref.WeakSet[MeshAxes] = weakref.WeakSet()
 
@@ -244,8 +235,8 @@ class MeshAxes:
         self.coordinates = mesh.coordinates(rank)
         self._dropped_axis, _, self._dropped_op = drop_collective.partition(":")
         self._axes: dict[str, MeshAxis] = {}
-        self._process_groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
-        self._sequences: dict[tuple[tuple[int, ...], ...], OperationSequence] = {}
+        self._process_groups: dict[RankGroups, dist.ProcessGroup | None] = {}
+        self._sequences: dict[RankGroups, OperationSequence] = {}
         for name in names:
             self.add(name)
         _live.add(self)
@@ -262,7 +253,7 @@ class MeshAxes:
     def get_or_add(self, name: str) -> MeshAxis:
         """Return an axis; create it if it is missing. `SINGLE_RANK` is this rank alone."""
         if name == SINGLE_RANK:
-            return MeshAxis(SINGLE_RANK, (self.rank,), self.rank, None, frozenset(), recorder=self.recorder)
+            return MeshAxis(SINGLE_RANK, (self.rank,), self.rank, None, recorder=self.recorder)
         self.add(name)
         return self[name]
 
@@ -280,28 +271,25 @@ class MeshAxes:
         if groups not in self._process_groups:
             self._process_groups[groups] = self._find_process_group(groups)
             self._sequences[groups] = self.recorder.new_sequence(ranks)
-        left_out = frozenset({self._dropped_op} if name == self._dropped_axis else ())
+        is_all_of_dp = name in ("replica", "shard") and self.mesh.size(name) == self.mesh.size("dp")
         self._axes[name] = MeshAxis(
-            *(name, ranks, self.rank, self._process_groups[groups], left_out, partial(self._new_process_group, groups)),
+            name,
+            ranks,
+            self.rank,
+            self._process_groups[groups],
+            dropped_ops=frozenset({self._dropped_op} if name == self._dropped_axis else ()),
+            make_group=partial(self._new_process_group, groups),
             sequence=self._sequences[groups],
-            label=self._label(name),
+            label="dp" if is_all_of_dp else name,
             recorder=self.recorder,
         )
 
-    def _label(self, name: str) -> str:
-        """Return the name of an axis in reports: replica or shard is dp if it is all of dp."""
-        if name in ("replica", "shard") and self.mesh.size(name) == self.mesh.size("dp"):
-            return "dp"
-        return name
-
-    def _find_process_group(self, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
+    def _find_process_group(self, groups: RankGroups) -> dist.ProcessGroup | None:
         if all(len(group) == 1 for group in groups):
             return None
-        if len(groups) == 1:
-            return dist.group.WORLD
-        return self._new_process_group(groups)
+        return dist.group.WORLD if len(groups) == 1 else self._new_process_group(groups)
 
-    def _new_process_group(self, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
+    def _new_process_group(self, groups: RankGroups) -> dist.ProcessGroup | None:
         mine: dist.ProcessGroup | None = None
         for ranks in (several for several in groups if len(several) > 1):  # by every rank, member or not
             group = dist.new_group(list(ranks))
@@ -311,27 +299,22 @@ class MeshAxes:
         return mine
 
 
-def enumerate_groups(mesh: Mesh, name: str) -> tuple[tuple[int, ...], ...]:
+def enumerate_groups(mesh: Mesh, name: str) -> RankGroups:
     """Return all groups of an axis, a product of axes (`shard*tp`), neighbours (`tp/2`), and so on."""
     if "[" in name:
         axis, _, listed = name.rstrip("]").partition("[")
-        places = [int(place) for place in listed.split("+")]
-        return tuple(
-            group
-            for whole in mesh.groups(axis)
-            for group in (
-                tuple(whole[place] for place in places),
-                *((rank,) for place, rank in enumerate(whole) if place not in places),
-            )
-        )
+        indices = [int(index) for index in listed.split("+")]
+        groups: list[tuple[int, ...]] = []
+        for ranks in mesh.groups(axis):
+            groups.append(tuple(ranks[index] for index in indices))
+            groups += [(rank,) for index, rank in enumerate(ranks) if index not in indices]
+        return tuple(groups)
     if "/" in name:
         axis, _, size = name.partition("/")
-        run = int(size)
-        return tuple(g[i : i + run] for g in enumerate_groups(mesh, axis) for i in range(0, len(g), run))
+        return tuple(g[i : i + int(size)] for g in enumerate_groups(mesh, axis) for i in range(0, len(g), int(size)))
     if "%" in name:
         axis, _, size = name.partition("%")
-        run = int(size)
-        return tuple(g[i::run] for g in enumerate_groups(mesh, axis) for i in range(run))
+        return tuple(g[i :: int(size)] for g in enumerate_groups(mesh, axis) for i in range(int(size)))
     parts = tuple(name.split("*"))
     return tuple(tuple(group) for group in mesh.groups(parts if len(parts) > 1 else parts[0]))
 
@@ -349,6 +332,6 @@ def all_reduce_coalesced(axis: MeshAxis, tensors: Sequence[Tensor]) -> None:
     """Sum many small flat tensors over an axis with one all-reduce, in place."""
     if axis.size == 1 or not tensors:
         return
-    together = axis.all_reduce(torch.cat(list(tensors)))
-    for tensor, summed in zip(tensors, together.split([t.numel() for t in tensors]), strict=True):
+    sums = axis.all_reduce(torch.cat(list(tensors))).split([tensor.numel() for tensor in tensors])
+    for tensor, summed in zip(tensors, sums, strict=True):
         tensor.copy_(summed)

@@ -47,10 +47,8 @@ class AllGatherAttention:
 
     def gather_kv(self, kv: Tensor) -> Tensor:
         """Return all keys and values, in the sequence's order."""
-        gathered = kv.new_empty(self.axis.size, *kv.shape)
-        self.axis.start_all_gather(gathered.view(-1), kv.contiguous().view(-1)).wait()
-        together = gathered.movedim(0, TOKEN_DIM).flatten(TOKEN_DIM, TOKEN_DIM + 1)
-        return together.index_select(TOKEN_DIM, self.inverse)
+        gathered = self.axis.all_gather(kv).movedim(0, TOKEN_DIM).flatten(TOKEN_DIM, TOKEN_DIM + 1)
+        return gathered.index_select(TOKEN_DIM, self.inverse)
 
     def reduce_scatter_grads(self, grads: Tensor) -> Tensor:
         """Return this rank's part of the summed gradients of all keys and values."""

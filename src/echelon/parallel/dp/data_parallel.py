@@ -8,8 +8,9 @@ from echelon.layout.placement import ParamGroupSpec, Placement, group_params
 from echelon.parallel.comm.axis_names import EXPERT_DP_AXIS
 from echelon.parallel.comm.mesh_axis import SINGLE_RANK, MeshAxes, enumerate_groups
 from echelon.parallel.dp.offload_policy import make_offload
-from echelon.parallel.dp.param_grouping import choose_param_groups, layer_names
-from echelon.parallel.dp.sharded_model import GroupSharding, ShardedModel
+from echelon.parallel.dp.param_group import ParamGroup
+from echelon.parallel.dp.param_grouping import choose_param_groups
+from echelon.parallel.dp.sharded_model import ShardedModel
 from echelon.parallel.dp.zero import ShardingPolicy, expert_sharding_policy
 from echelon.parallel.init_weights import move_buffers
 from echelon.precision.keep_fp32 import fp32_modules
@@ -34,24 +35,14 @@ def shard_parameters(context: TransformContext) -> None:
         param_groups=group_params(context.params, roots, policy.num_shards, expert_policy.num_shards),
         coordinates=placement_coordinates(axes, axes.rank, policy, expert_policy),
     )
-    offload = make_offload(layout, options, context.placement.param_groups, policy, model, layer_names(model))
+    offload = make_offload(context)
 
-    def sharding_of(group: ParamGroupSpec) -> GroupSharding:
-        plan, shard_axis, replica_axis = sharding[group.is_expert]
-        return plan.with_params_on_host() if offload.is_paged(group) else plan, shard_axis, replica_axis
+    def make_group(spec: ParamGroupSpec) -> ParamGroup:
+        plan, shard_axis, replica_axis = sharding[spec.is_expert]
+        plan = plan.with_params_on_host() if offload.is_paged(spec) else plan
+        return ParamGroup(spec, plan, shard_axis, replica_axis, options, offload.host_for(spec))
 
-    sharded = ShardedModel(
-        model,
-        context.placement,
-        policy,
-        sharding_of,
-        device=options.device,
-        compute_dtype=options.compute_dtype,
-        master_dtype=options.master_dtype,
-        reduce_dtype=options.grad_dtype,
-        stage_modules=context.stage_modules.by_stage if context.stage_modules is not None else (),
-        host_for=offload.host_for,
-    )
+    sharded = ShardedModel(context, [make_group(spec) for spec in context.placement.param_groups])
     if offload.activation_offload is not None:
         offload.activation_offload.exclude([group.unsharded_param for group in sharded.param_groups])
     sharded.init_values(context.initial_values)

@@ -17,9 +17,6 @@ import torch
 from torch import Tensor
 
 from echelon.parallel.comm.mesh_axis import CompletedWork, MeshAxis, PendingWork
-from echelon.parallel.dp.grad_buffer import GradBuffer
-from echelon.parallel.dp.offloaded_param_group import OffloadedParamGroup
-from echelon.parallel.dp.zero import ShardingPolicy
 
 if TYPE_CHECKING:
     from echelon.parallel.dp.param_group import ParamGroup
@@ -31,19 +28,10 @@ NORM_CHUNK = 4096
 class GradReduction:
     """The gradient reduction of one parameter group."""
 
-    def __init__(
-        self,
-        buffer: GradBuffer,
-        policy: ShardingPolicy,
-        shard_axis: MeshAxis,
-        replica_axis: MeshAxis,
-        offloaded: OffloadedParamGroup | None,
-    ):
-        self.buffer, self.policy, self.offloaded = buffer, policy, offloaded
-        self.shard_axis, self.replica_axis = shard_axis, replica_axis
-        size = buffer.spec.shard_numel
-        start = shard_axis.index * size if policy.num_shards > 1 else 0
-        self._local = slice(start, start + size)
+    def __init__(self, group: ParamGroup, replica_axis: MeshAxis):
+        self.buffer, self.policy, self.offloaded = group.grads, group.policy, group.offloaded
+        self.shard_axis, self.replica_axis = group.shard_axis, replica_axis
+        self._local = group.local_slice
         self.before_reduce: Callable[[ParamGroup], None] | None = None
         """called with the group just before its gradients are reduced"""
         self.early_norm_slices: list[slice] = []
@@ -105,7 +93,11 @@ class GradReduction:
         if self.before_reduce is not None:
             self.before_reduce(group)
         if self.policy.params_on_host:
-            self._start_for_host()
+            self._sent = self.buffer.hand_over()
+            self._scattered = self._sent[self._local]
+            if self.policy.num_shards > 1:
+                self._scattered = torch.empty_like(self._scattered)
+                self._work = self.shard_axis.start_reduce_scatter(self._scattered, self._sent)
             return
         shard = self._allocated_shard()
         if self.policy.reduce_scatter_every_microbatch:
@@ -118,35 +110,22 @@ class GradReduction:
         else:
             self._work = self.replica_axis.start_all_reduce(shard)
 
-    def _start_for_host(self) -> None:
-        self._sent = self.buffer.hand_over()
-        self._scattered = self._sent[self._local]
-        if self.policy.num_shards > 1:
-            self._scattered = torch.empty_like(self._scattered)
-            self._work = self.shard_axis.start_reduce_scatter(self._scattered, self._sent)
-
     def finish_reduce_scatter(self, *, last: bool) -> None:
         """Accumulate the scattered sum; in the step's last microbatch, launch the replicas' all-reduce."""
         if self.policy.params_on_host:
-            self._finish_for_host()
-            return
-        if self.policy.num_shards == 1:
-            return
-        self._wait()
-        if self._scattered is not None and self._scattered is not self._shard:
-            self.grad.add_(self._scattered)
-        self._scattered = self._sent = None
-        if last:
-            self._work = self.replica_axis.start_all_reduce(self.grad)
-
-    def _finish_for_host(self) -> None:
-        if self._scattered is None:
-            return
-        assert self.offloaded is not None
-        self._wait()
-        self.replica_axis.all_reduce(self._scattered)
-        self.offloaded.add_grad(self._scattered)
-        self._scattered = self._sent = None
+            if self._scattered is not None:
+                assert self.offloaded is not None
+                self._wait()
+                self.replica_axis.all_reduce(self._scattered)
+                self.offloaded.add_grad(self._scattered)
+                self._scattered = self._sent = None
+        elif self.policy.num_shards > 1:
+            self._wait()
+            if self._scattered is not None and self._scattered is not self._shard:
+                self.grad.add_(self._scattered)
+            self._scattered = self._sent = None
+            if last:
+                self._work = self.replica_axis.start_all_reduce(self.grad)
 
     def finish(self) -> None:
         """Wait for the reduction; send the gradient to the host if it leaves early."""

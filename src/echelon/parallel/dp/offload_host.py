@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from echelon.layout.placement import ParamGroupSpec
+from echelon.memory.offload.cost import offloads_params
 from echelon.memory.offload.disk_store import DiskFolder
 from echelon.memory.offload.host_transfer import HostBufferQueue, HostLink
 from echelon.memory.offload.host_worker import HostWorker
+from echelon.parallel.comm.mesh_axis import world_rank
+from echelon.parallel.parallel_options import ParallelOptions
 
 GRAD_BUFFERS = 3
 """host buffers for gradients: the update reads one, one is being filled, one is free"""
@@ -37,19 +42,15 @@ class OffloadHost:
 
     @classmethod
     def create(
-        cls,
-        link: HostLink,
-        groups: Sequence[ParamGroupSpec],
-        *,
-        master_bytes: int,
-        compute_bytes: int,
-        paged: bool,
-        disk: DiskFolder | None,
+        cls, link: HostLink, groups: Sequence[ParamGroupSpec], options: ParallelOptions, offload: str
     ) -> OffloadHost:
-        """Allocate the buffers for the largest group and start the worker."""
+        """Allocate the buffers for the largest group, start the worker and open the folder on disk."""
+        disk = None
+        if "disk" in offload.split("+"):
+            disk = DiskFolder(Path(options.disk_dir or tempfile.gettempdir()), f"echelon-rank{world_rank()}")
         max_grad_bytes, max_param_bytes = (
-            max(group.shard_numel * group.element_bytes(size) for group in groups)
-            for size in (master_bytes, compute_bytes)
+            max(group.shard_numel * group.element_bytes(dtype.itemsize) for group in groups)
+            for dtype in (options.master_dtype, options.compute_dtype)
         )
         worker = HostWorker("echelon-host")
         worker.submit("finding its device", link.set_device)
@@ -59,7 +60,7 @@ class OffloadHost:
             grad_buffers=HostBufferQueue(link, GRAD_BUFFERS, max_grad_bytes),
             param_staging=HostBufferQueue(link, STAGING_BUFFERS, max_param_bytes),
             read_ahead=HostBufferQueue(link, GRAD_BUFFERS, max_param_bytes),
-            paged=paged,
+            paged=offloads_params(offload),
             disk=disk,
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,9 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
-from echelon.layout import Layout
 from echelon.layout.placement import ParamGroupSpec
 from echelon.memory.offload.activation_offload import ActivationOffloader
 from echelon.memory.offload.cost import (
@@ -20,15 +17,16 @@ from echelon.memory.offload.cost import (
     min_offloaded_share,
     off_device_bytes,
     offloads_optimizer,
+    offloads_params,
 )
-from echelon.memory.offload.disk_store import DiskFolder
 from echelon.memory.offload.host_transfer import HostLink
-from echelon.parallel.comm.mesh_axis import world_rank
 from echelon.parallel.dp.offload_host import OffloadHost, buffer_bytes
+from echelon.parallel.dp.param_grouping import layer_names
 from echelon.parallel.dp.zero import ShardingPolicy
+from echelon.parallel.parallel_options import ParallelOptions
 
 if TYPE_CHECKING:
-    from echelon.parallel.parallel_options import ParallelOptions
+    from echelon.parallel.transform_context import TransformContext
 
 GIB = 1 << 30
 CGROUP_FILES = (
@@ -65,58 +63,39 @@ class StateOffload:
                 self.host.disk.close()
 
 
-def make_offload(
-    layout: Layout,
-    options: ParallelOptions,
-    groups: Sequence[ParamGroupSpec],
-    policy: ShardingPolicy,
-    model: nn.Module,
-    layers: Sequence[str],
-) -> StateOffload:
+def make_offload(context: TransformContext) -> StateOffload:
     """Offload the layers' activations from here on, and choose the groups whose states are offloaded."""
-    offloads, link = layout.offload.split("+"), HostLink(options.device)
-    stash = None
+    layout, options, groups = context.layout, context.options, context.placement.param_groups
+    offloads, link, activations = layout.offload.split("+"), HostLink(options.device), None
     if "activations" in offloads:
-        stash = ActivationOffloader(link, keep_last=layout.pp == 1)
-        stash.apply(model, layers)
-    if not offloads_optimizer(layout.offload):
-        return StateOffload(activation_offload=stash)
-    share = options.host_share if options.host_share is not None else _min_host_share(layout, options, groups, policy)
+        activations = ActivationOffloader(link, keep_last=layout.pp == 1)
+        activations.apply(context.model, layer_names(context.model))
+    share = 0.0
+    if offloads_optimizer(layout.offload):
+        share = _min_host_share(context) if options.host_share is None else options.host_share
     names = choose_offloaded_units(groups, share)
     if not names:
-        return StateOffload(activation_offload=stash)
-    disk = None
+        return StateOffload(activation_offload=activations)
+    offloaded = [group for group in groups if group.name in names]
     if "disk" not in offloads:
-        check_host_memory(
-            [group for group in groups if group.name in names], options, policy, paged="params" in offloads
-        )
-    else:
-        disk = DiskFolder(Path(options.disk_dir or tempfile.gettempdir()), f"echelon-rank{world_rank()}")
-    host = OffloadHost.create(
-        link,
-        [group for group in groups if group.name in names],
-        master_bytes=options.master_dtype.itemsize,
-        compute_bytes=options.compute_dtype.itemsize,
-        paged="params" in offloads,
-        disk=disk,
-    )
-    return StateOffload(group_names=names, host=host, activation_offload=stash)
+        check_host_memory(offloaded, options, context.policy, paged="params" in offloads)
+    host = OffloadHost.create(link, offloaded, options, layout.offload)
+    return StateOffload(group_names=names, host=host, activation_offload=activations)
 
 
 def check_host_memory(
     groups: Sequence[ParamGroupSpec], options: ParallelOptions, policy: ShardingPolicy, *, paged: bool
 ) -> None:
     """Raise ValueError if the host cannot hold the states, before the system kills the process for memory."""
+    compute, master = options.compute_dtype.itemsize, options.master_dtype.itemsize
     needed = off_device_bytes(
         groups,
         with_params=paged,
         disk=False,
-        compute_bytes=options.compute_dtype.itemsize,
-        master_bytes=options.master_dtype.itemsize,
+        compute_bytes=compute,
+        master_bytes=master,
         state_bytes=options.optimizer_bytes_per_element,
-        host_gradient_bytes={
-            u.name: options.compute_dtype.itemsize if policy.grads_are_final(u) else 0 for u in groups
-        },
+        host_gradient_bytes={group.name: compute if policy.grads_are_final(group) else 0 for group in groups},
     )["host"]
     needed += buffer_bytes(max(group.shard_numel for group in groups), options.master_dtype, options.compute_dtype)
     free = available_host_bytes()
@@ -129,40 +108,37 @@ def check_host_memory(
 
 def available_host_bytes() -> int:
     """Return the bytes that this process may still allocate; 0 if the system does not report them."""
-    found = []
+    limits = []
     with suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        found.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]))
+        limits.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]))
     for limit, used, stat, line in CGROUP_FILES:
         with suppress(OSError, ValueError):  # "max" is no number
             most, taken = (int((CGROUP_ROOT / name).read_text()) for name in (limit, used))
             cached = dict(text.split() for text in (CGROUP_ROOT / stat).read_text().splitlines())
-            found.append(most - taken + int(cached.get(line, 0)))
-    return min(found, default=0)
+            limits.append(most - taken + int(cached.get(line, 0)))
+    return min(limits, default=0)
 
 
-def _min_host_share(
-    layout: Layout, options: ParallelOptions, groups: Sequence[ParamGroupSpec], policy: ShardingPolicy
-) -> float:
+def _min_host_share(context: TransformContext) -> float:
     """Return the smallest share of the states that makes the rest fit; all of them without a GPU."""
+    options, policy, groups = context.options, context.policy, context.placement.param_groups
     if options.device.type != "cuda":
         return 1.0
     free, total = torch.cuda.mem_get_info(options.device)
     compute, master = options.compute_dtype.itemsize, options.master_dtype.itemsize
     working = options.working_bytes or WORKING_SHARE * total
-    stay, leave = 0.0, 0.0
-    elements = sum(group.shard_numel for group in groups)
-    is_paged = "params" in layout.offload.split("+")
+    resident, offloaded = 0.0, 0.0
     for group in groups:
         parameters = 0 if policy.reshards_params else group.num_shards * group.shard_numel * compute
         final = policy.grads_are_final(group)
-        held = group.shard_numel * (1 if policy.reduce_scatter_every_microbatch else group.num_shards)
-        gradients = held * (compute if final else master)
-        beside = master - compute if policy.keeps_param_shard else master  # the bits that the parameters do not hold
-        stay += parameters + gradients + group.shard_numel * (beside + options.optimizer_bytes_per_element)
-        if not is_paged:
-            leave += parameters + (0 if final else gradients)
-    room = free - working
+        grad_numel = group.shard_numel * (1 if policy.reduce_scatter_every_microbatch else group.num_shards)
+        gradients = grad_numel * (compute if final else master)
+        low_bits = master - compute if policy.keeps_param_shard else master  # the bits that the parameters do not hold
+        resident += parameters + gradients + group.shard_numel * (low_bits + options.optimizer_bytes_per_element)
+        if not offloads_params(context.layout.offload):
+            offloaded += parameters + (0 if final else gradients)
+    numel, budget = sum(group.shard_numel for group in groups), free - working
     return min_offloaded_share(
-        groups, state_budget=room, bytes_if_resident=stay / elements, bytes_if_offloaded=leave / elements
+        groups, state_budget=budget, bytes_if_resident=resident / numel, bytes_if_offloaded=offloaded / numel
     )

@@ -17,38 +17,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from echelon.layout.placement import ParamGroupSpec
 from echelon.memory.offload.host_transfer import CopyEvent
 from echelon.memory.offload.host_worker import FINISHED, JobHandle
 from echelon.parallel.dp.master_weights import FULL_SHARD, UnsplitMasterWeights
 from echelon.parallel.dp.offload_host import OffloadHost
 from echelon.parallel.dp.offloaded_state import OffloadedGrad, OffloadedParams, OffloadedStates, label
-from echelon.parallel.dp.zero import ShardingPolicy
+
+if TYPE_CHECKING:
+    from echelon.parallel.dp.param_group import ParamGroup
 
 
 class OffloadedParamGroup:
     """States, parameters and gradient of one group off the device, and the update that is running on them."""
 
-    def __init__(
-        self,
-        spec: ParamGroupSpec,
-        policy: ShardingPolicy,
-        host: OffloadHost,
-        *,
-        device_shard: Tensor | None,
-        compute_dtype: torch.dtype,
-        master_dtype: torch.dtype,
-        grad_dtype: torch.dtype,
-        sends_grad_early: bool,
-    ):
-        self.spec, self.policy, self.host = spec, policy, host
-        self.states = OffloadedStates(spec, host, master_dtype)
-        self.params = OffloadedParams(spec, host, device_shard, compute_dtype)
-        self.grads = OffloadedGrad(spec, host, grad_dtype, sum_dtype=master_dtype, sends_early=sends_grad_early)
+    def __init__(self, group: ParamGroup, host: OffloadHost, master_dtype: torch.dtype):
+        self.spec, self.policy, self.host = group.spec, group.policy, host
+        local = group.unsharded_param[group.local_slice]
+        device_shard = local if self.policy.keeps_param_shard else torch.zeros_like(local)
+        self.states = OffloadedStates(self.spec, host, master_dtype)
+        self.params = OffloadedParams(
+            self.spec, host, None if self.policy.params_on_host else device_shard, local.dtype
+        )
+        self.grads = OffloadedGrad(group, host, sum_dtype=master_dtype)
         self.after_update_hooks: list[Callable[[], None]] = []
         """called by the worker after each update of the group"""
         self.update_turn: JobHandle = FINISHED
@@ -85,20 +80,19 @@ class OffloadedParamGroup:
     grad: Tensor
     """the gradient in the master dtype, during an update"""
 
-    # -- for all other callers ----------------------------------------------------------------------------------------
+    # -- as the master weights of the group on the device (master_weights.py) -----------------------------------------
 
-    def wait(self) -> None:
-        """Wait until no job is running on the group; raise the error of one that failed."""
-        self.update_turn.wait()
-        self.update_job.wait()
-        self.grads.job.wait()
+    in_place = False
 
-    def is_ready(self) -> bool:
-        """Return whether the updated parameters are in memory; if they are on disk, read them ahead."""
-        return self.update_turn.is_done and self.params.is_ready()
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.states.master.dtype
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.states.master,)
 
     def values(self, part: slice = FULL_SHARD) -> Tensor:
-        """Return the master weights; a copy, if they are on disk."""
+        """Return the master weights after the last update; a copy, if they are on disk."""
         self.wait()
         return (self.states.master if self.states.store is None else self.states.read()[0])[part]
 
@@ -110,6 +104,24 @@ class OffloadedParamGroup:
         self.states.allocate()
         self.states.master[start : start + len(values)] = values.to(self.states.master.device)
         self.params.is_stale = True
+
+    def param_shard(self, destination: Tensor) -> Tensor:
+        """Return this rank's shard of the parameters on the device, complete when `params.copy` is."""
+        self.update_turn.wait()
+        self.params.refresh(self.states.master)
+        return self.params.fetch(destination)
+
+    # -- for all other callers ----------------------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Wait until no job is running on the group; raise the error of one that failed."""
+        self.update_turn.wait()
+        self.update_job.wait()
+        self.grads.job.wait()
+
+    def is_ready(self) -> bool:
+        """Return whether the updated parameters are in memory; if they are on disk, read them ahead."""
+        return self.update_turn.is_done and self.params.is_ready()
 
     def flush(self) -> None:
         """Write master weights that were set to disk, if they live there."""
@@ -135,12 +147,6 @@ class OffloadedParamGroup:
             self.states.save()
             store.commit()
 
-    def param_shard(self, destination: Tensor) -> Tensor:
-        """Return this rank's shard of the parameters on the device, complete when `params.copy` is."""
-        self.update_turn.wait()
-        self.params.refresh(self.states.master)
-        return self.params.fetch(destination)
-
     def wait_grad(self) -> Tensor:
         """Return the gradient on the host, as it is now."""
         self.wait()
@@ -164,27 +170,3 @@ class OffloadedParamGroup:
     def publish_params(self, after: CopyEvent) -> None:
         """Derive the parameters from the updated master weights."""
         self.params.publish(self.states.master, after)
-
-
-class HostMasterWeights:
-    """Master weights on the host, as the group on the device sees them (master_weights.py)."""
-
-    in_place = False
-
-    def __init__(self, group: OffloadedParamGroup):
-        self.group, self.dtype = group, group.states.master.dtype
-
-    def values(self, part: slice = FULL_SHARD) -> Tensor:
-        """Return the values after the last update."""
-        return self.group.values(part)
-
-    def set_values(self, start: int, values: Tensor) -> None:
-        self.group.set_values(start, values)
-
-    def param_shard(self, destination: Tensor) -> Tensor:
-        """Return this rank's shard of the parameters, to be gathered."""
-        return self.group.param_shard(destination)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Return the stored tensors."""
-        return (self.group.states.master,)

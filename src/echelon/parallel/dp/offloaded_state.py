@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from echelon.memory.offload.disk_store import DiskStore
 from echelon.memory.offload.host_transfer import COMPLETED, CopyEvent, HostBuffer
 from echelon.memory.offload.host_worker import FINISHED, JobHandle
 from echelon.parallel.dp.offload_host import OffloadHost
+
+if TYPE_CHECKING:
+    from echelon.parallel.dp.param_group import ParamGroup
 
 
 def label(spec: ParamGroupSpec) -> str:
@@ -174,22 +178,15 @@ class OffloadedParams:
 class OffloadedGrad:
     """A group's gradient on the host: one that arrives early, or a sum over microbatches."""
 
-    def __init__(
-        self,
-        spec: ParamGroupSpec,
-        host: OffloadHost,
-        dtype: torch.dtype,
-        *,
-        sum_dtype: torch.dtype,
-        sends_early: bool,
-    ):
-        self.host, self.dtype, self._label = host, dtype, label(spec)
-        self.sends_early = sends_early
+    def __init__(self, group: ParamGroup, host: OffloadHost, *, sum_dtype: torch.dtype):
+        spec, policy = group.spec, group.policy
+        self.host, self.dtype, self._label = host, group.grad_dtype, label(spec)
+        self.sends_early = policy.grads_are_final(spec) and not policy.params_on_host
         """the gradient is produced once a step and leaves the device as soon as it is reduced"""
         self.buffer: Tensor | None = None
         """None if the update reads the gradient from the device"""
-        if sends_early:
-            self.buffer = host.link.empty_pinned(spec.shard_numel, dtype)
+        if self.sends_early:
+            self.buffer = host.link.empty_pinned(spec.shard_numel, self.dtype)
         elif host.paged:
             self.buffer = torch.zeros(spec.shard_numel, dtype=sum_dtype)
         self.job: JobHandle = FINISHED
@@ -221,23 +218,22 @@ class OffloadedGrad:
 
     def add(self, grad: Tensor, before_first: Callable[[], None]) -> None:
         """Copy a microbatch's gradient to the host, whose worker adds it to the sum."""
-        host, is_first = self.host, self._is_empty
+        total, queue, is_first = self.buffer, self.host.grad_buffers, self._is_empty
+        assert total is not None
         self._is_empty = False
         if is_first:
             before_first()
-        buffer = host.grad_buffers.acquire()
+        buffer = queue.acquire()
         received = buffer.view(grad.numel(), grad.dtype)
-        copy = host.link.copy_to_host(grad, received, "gradients")
-        total, queue = self.buffer, host.grad_buffers
-        assert total is not None
+        copy = self.host.link.copy_to_host(grad, received, "gradients")
 
-        def accumulate(held: Tensor = grad) -> None:
+        def accumulate(_sent: Tensor = grad) -> None:
             copy.synchronize()
             total.copy_(received) if is_first else total.add_(received)
             queue.release(buffer)
 
-        self.job = host.worker.submit(f"the gradient of {self._label}", accumulate)
+        self.job = self.host.worker.submit(f"the gradient of {self._label}", accumulate)
 
 
-def _wait_holding(copy: CopyEvent, _held: Tensor) -> None:
+def _wait_holding(copy: CopyEvent, _sent: Tensor) -> None:
     copy.synchronize()

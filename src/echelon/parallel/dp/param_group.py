@@ -27,8 +27,9 @@ from echelon.parallel.dp.grad_buffer import GradBuffer
 from echelon.parallel.dp.grad_reduction import GradReduction
 from echelon.parallel.dp.master_weights import MasterWeights, make_master_weights
 from echelon.parallel.dp.offload_host import OffloadHost
-from echelon.parallel.dp.offloaded_param_group import HostMasterWeights, OffloadedParamGroup
+from echelon.parallel.dp.offloaded_param_group import OffloadedParamGroup
 from echelon.parallel.dp.zero import ShardingPolicy
+from echelon.parallel.parallel_options import ParallelOptions
 
 
 class ParamGroup:
@@ -42,25 +43,22 @@ class ParamGroup:
         policy: ShardingPolicy,
         shard_axis: MeshAxis,
         replica_axis: MeshAxis,
-        *,
-        device: torch.device,
-        compute_dtype: torch.dtype,
-        master_dtype: torch.dtype,
-        reduce_dtype: torch.dtype,
-        host: OffloadHost | None = None,
+        options: ParallelOptions,
+        host: OffloadHost | None,
     ):
         compute, master, reduce = (
             torch.promote_types(dtype, torch.float32) if spec.keep_fp32 else dtype
-            for dtype in (compute_dtype, master_dtype, reduce_dtype)
+            for dtype in (options.compute_dtype, options.master_dtype, options.grad_dtype)
         )
         self.spec, self.policy, self.shard_axis = spec, policy, shard_axis
         size, start = spec.shard_numel, shard_axis.index * spec.shard_numel if policy.num_shards > 1 else 0
-        self._local = slice(start, start + size)
-        self.unsharded_param = torch.zeros(spec.num_shards * size, dtype=compute, device=device)
+        self.local_slice = slice(start, start + size)
+        """this rank's shard in the unsharded buffers"""
+        self.unsharded_param = torch.zeros(spec.num_shards * size, dtype=compute, device=options.device)
         self.grad_dtype = compute if policy.grads_stay_in_compute_dtype(spec) else reduce
-        self.offloaded = self._make_offloaded(host, compute, master) if host is not None else None
+        self.offloaded = OffloadedParamGroup(self, host, master) if host is not None else None
         """its states, if they live on the host"""
-        self.master = self._make_master(compute, master)
+        self.master = self.offloaded or self._make_master(compute, master)
         self.parameters = {param.name: self._param_view(param) for param in spec.params}
         self.version = 0
         """grows whenever the parameters' values change"""
@@ -70,30 +68,14 @@ class ParamGroup:
         if policy.reshards_params:
             self.unsharded_param.untyped_storage().resize_(0)
         self.grads = GradBuffer(spec, self.grad_dtype, self.unsharded_param)
-        self.reduction = GradReduction(self.grads, policy, shard_axis, replica_axis, self.offloaded)
+        self.reduction = GradReduction(self, replica_axis)
         if not self.grads.lazy and not policy.params_on_host:
             self.grad.zero_()
 
-    def _make_offloaded(self, host: OffloadHost, compute: torch.dtype, master: torch.dtype) -> OffloadedParamGroup:
-        policy, local = self.policy, self.unsharded_param[self._local]
-        on_device = local if policy.keeps_param_shard else torch.zeros_like(local)
-        return OffloadedParamGroup(
-            self.spec,
-            policy,
-            host,
-            device_shard=None if policy.params_on_host else on_device,
-            compute_dtype=compute,
-            master_dtype=master,
-            grad_dtype=self.grad_dtype,
-            sends_grad_early=policy.grads_are_final(self.spec) and not policy.params_on_host,
-        )
-
-    def _make_master(self, compute: torch.dtype, master: torch.dtype) -> MasterWeights | HostMasterWeights:
-        if self.offloaded is not None:
-            return HostMasterWeights(self.offloaded)
+    def _make_master(self, compute: torch.dtype, master: torch.dtype) -> MasterWeights:
         sizes = {"compute_bytes": compute.itemsize, "master_bytes": master.itemsize}
         split = compute == torch.bfloat16 and self.policy.splits_master_weights(**sizes)
-        local = self.unsharded_param[self._local]
+        local = self.unsharded_param[self.local_slice]
         return make_master_weights(local, master, split=split, in_place=self.policy.keeps_param_shard)
 
     def _param_view(self, param: LogicalParam) -> nn.Parameter:
@@ -114,7 +96,7 @@ class ParamGroup:
             return
         if self.policy.reshards_params:
             self.unsharded_param.untyped_storage().resize_(self._nbytes)
-        local = self.unsharded_param[self._local]
+        local = self.unsharded_param[self.local_slice]
         shard = self.master.param_shard(local)
         copy = CompletedWork() if self.offloaded is None else self.offloaded.params.copy
         if self.policy.num_shards > 1:

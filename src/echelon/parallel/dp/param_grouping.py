@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from echelon.models.pipeline_model import is_within
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -24,7 +26,7 @@ def _listed_layers(model: nn.Module) -> tuple[str, ...]:
         if type(module).__name__ in ("ModuleList", "Sequential")
         for key, _ in module.named_children()
     ]
-    return tuple(name for name in names if not any(name.startswith(other + ".") for other in names))
+    return tuple(_outermost(names))
 
 
 def choose_param_groups(model: nn.Module, patterns: Sequence[str] = (), *, max_numel: int = 0) -> dict[str, bool]:
@@ -42,7 +44,7 @@ def choose_param_groups(model: nn.Module, patterns: Sequence[str] = (), *, max_n
     if patterns:
         return dict.fromkeys(_outermost(_matching_modules(modules, patterns)), False)
     listed = _listed_layers(model)
-    children = [name for name, _ in model.named_children() if not any(_is_inside(layer, name) for layer in listed)]
+    children = [name for name, _ in model.named_children() if not any(is_within(layer, name) for layer in listed)]
     sizes = {name: sum(p.numel() for p in modules[name].parameters()) for name in [*listed, *children]}
     min_numel = max(max((sizes[name] for name in listed or children), default=0) / 2, 1)
     chosen = {name: name not in listed for name in _outermost(n for n in modules if sizes.get(n, 0) >= min_numel)}
@@ -65,13 +67,10 @@ def _split_module(modules: Mapping[str, nn.Module], name: str, max_numel: int) -
     owns_params = any(True for _ in module.parameters(recurse=False))
     if size <= max_numel or owns_params:
         return [name] if 100 * size >= max_numel else []
-    if type(module).__name__ in MODULE_LISTS or any(True for _ in module.children()):
-        return [
-            part
-            for child, _ in module.named_children()
-            for part in _split_module(modules, f"{name}.{child}", max_numel)
-        ]
-    return [name]
+    children = [f"{name}.{child}" for child, _ in module.named_children()]
+    if not children and type(module).__name__ not in MODULE_LISTS:
+        return [name]
+    return [part for child in children for part in _split_module(modules, child, max_numel)]
 
 
 def _matching_modules(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -> list[str]:
@@ -88,8 +87,4 @@ def _matching_modules(modules: Mapping[str, nn.Module], patterns: Sequence[str])
 
 def _outermost(names: Iterable[str]) -> list[str]:
     every = list(names)
-    return [name for name in every if not any(_is_inside(name, other) and name != other for other in every)]
-
-
-def _is_inside(name: str, module: str) -> bool:
-    return name == module or name.startswith(module + ".")
+    return [name for name in every if not any(name.startswith(other + ".") for other in every)]

@@ -12,78 +12,50 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from echelon.layout.placement import ParamGroupSpec, Piece, Placement
-from echelon.parallel.comm.mesh_axis import MeshAxis
+from echelon.layout.placement import Piece
+from echelon.models.pipeline_model import is_within
 from echelon.parallel.dp.grad_hook import ParamGradHook, grad_hook_of
-from echelon.parallel.dp.offload_host import OffloadHost
 from echelon.parallel.dp.param_group import ParamGroup
 from echelon.parallel.dp.param_grouping import layer_names
-from echelon.parallel.dp.zero import ShardingPolicy
 
-GroupSharding = tuple[ShardingPolicy, MeshAxis, MeshAxis]
-"""the policy of a group, the ranks that shard it, and the ranks that replicate it"""
+if TYPE_CHECKING:
+    from echelon.parallel.transform_context import TransformContext
 
 
 class ShardedModel:
     """All parameter groups of a model, driven by hooks on its modules and parameters.
 
-    With `stage_modules`, the modules of each stage, a pipeline runs several microbatches at a time and reduces
-    gradients itself (pipeline/execution/fsdp_hooks.py). Groups that stay unsharded then do so for the step, and
-    prefetching stays inside a stage.
+    A pipeline runs several microbatches at a time and reduces gradients itself (pipeline/execution/fsdp_hooks.py).
+    Groups that stay unsharded then do so for the step, and prefetching stays inside a stage.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        placement: Placement,
-        policy: ShardingPolicy,
-        sharding_of: Callable[[ParamGroupSpec], GroupSharding],
-        *,
-        device: torch.device,
-        compute_dtype: torch.dtype,
-        master_dtype: torch.dtype,
-        reduce_dtype: torch.dtype,
-        stage_modules: Sequence[Sequence[str]] = (),
-        host_for: Callable[[ParamGroupSpec], OffloadHost | None] = lambda _: None,
-    ):
-        self.model, self.placement, self.policy = model, placement, policy
-        self.param_groups = [
-            ParamGroup(
-                group,
-                *sharding_of(group),
-                device=device,
-                compute_dtype=compute_dtype,
-                master_dtype=master_dtype,
-                reduce_dtype=reduce_dtype,
-                host=host_for(group),
-            )
-            for group in placement.param_groups
-        ]
-        self.pipelined = bool(stage_modules)
-        self.stage_groups = [
-            [group for group in self.param_groups if _is_used(group, names)] for names in stage_modules
-        ] or [self.param_groups]
+    def __init__(self, context: TransformContext, param_groups: Sequence[ParamGroup]):
+        self.model, self.placement, self.policy = context.model, context.placement, context.policy
+        self.param_groups = list(param_groups)
+        self.pipelined = context.stage_modules is not None
+        self.stage_groups = [self.param_groups]
+        if context.stage_modules is not None:
+            by_stage = context.stage_modules.by_stage
+            self.stage_groups = [[g for g in self.param_groups if _is_used(g, names)] for names in by_stage]
         self._is_last_microbatch = True
         self._to_reduce: deque[ParamGroup] = deque()
         self._reducing: list[ParamGroup] = []
         self._scattering: list[ParamGroup] = []
-        self.on_grad: Callable[[], None] = _no_op
+        self.on_grad: Callable[[], None] = lambda: None
         """called whenever a gradient has arrived"""
         self.on_grad_reduced: Callable[[ParamGroup], None] | None = None
         """called during backward with each group whose gradients of a step are reduced"""
-        self._modules = dict(model.named_modules())
+        self._modules = dict(self.model.named_modules())
         for group in self.param_groups:
             self.register_params(group)
         # Ranks gather groups that the host updates when their layer is called.
         self._gathered_in_order = [group for group in self.param_groups if _waits_for_host(group)]
-        if any(group.policy.num_shards > 1 for group in self.param_groups) or not all(
-            group.master.in_place for group in self.param_groups
-        ):
+        if any(group.policy.num_shards > 1 or not group.master.in_place for group in self.param_groups):
             self._hook_model()
             for group in self.param_groups:
                 if not group.spec.stays_unsharded:
@@ -202,10 +174,9 @@ class ShardedModel:
             group.reduction.start(group)
             if group.reduction.sends_early:
                 group.reduction.finish()
+            # One group behind: compute has overlapped its reduce-scatter.
             for other in [other for other in self._scattering if other.policy.finishes_reduce_scatter_early]:
-                other.reduction.finish_reduce_scatter(
-                    last=self._is_last_microbatch
-                )  # one group behind: compute has overlapped its reduce-scatter
+                other.reduction.finish_reduce_scatter(last=self._is_last_microbatch)
                 self._scattering.remove(other)
             self._reducing.append(group)
             self._scattering.append(group)
@@ -242,10 +213,8 @@ class ShardedModel:
 
         def after_forward(_module: nn.Module, _args: Any, output: Any) -> None:
             self._unshard_host_updated()
-            if not any(
-                tensor.requires_grad for tensor in iter_tensors(output)
-            ):  # evaluation: no backward will reshard it
-                for group in self.param_groups:
+            if not any(tensor.requires_grad for tensor in iter_tensors(output)):
+                for group in self.param_groups:  # evaluation: no backward will reshard them
                     group.reshard()
 
         self.model.register_forward_pre_hook(before_forward)
@@ -269,10 +238,10 @@ class ShardedModel:
             if group in self._gathered_in_order:
                 self._unshard_host_updated(until=group)
             # In a recomputation, later modules may have run backward already.
-            gather_with([other for other in ahead if self.pipelined or not _backward_done(other)])
+            gather_with([other for other in ahead if self.pipelined or not other.is_backward_done])
 
         def before_backward(_gradient: Tensor) -> None:
-            if _backward_done(group):
+            if group.is_backward_done:
                 return  # another output of the module was first, and all gradients have arrived
             gather_with([other for other in behind if not other.grads.is_ready])
 
@@ -289,28 +258,15 @@ class ShardedModel:
         module.register_forward_hook(after_forward)
 
 
-def _backward_done(group: ParamGroup) -> bool:
-    """All gradients of the current microbatch have arrived."""
-    return group.grads.all_trainable and group.grads.is_ready
-
-
-def _no_op() -> None:
-    """The default hook."""
-
-
 def _waits_for_host(group: ParamGroup) -> bool:
     """A layer that stays unsharded, that ranks gather together, and that the host updates."""
-    return (
-        group.offloaded is not None
-        and group.policy.num_shards > 1
-        and not group.policy.reshards_params
-        and not group.spec.stays_unsharded
-    )
+    gathered_once = group.policy.num_shards > 1 and not group.policy.reshards_params
+    return group.offloaded is not None and gathered_once and not group.spec.stays_unsharded
 
 
 def _is_used(group: ParamGroup, names: Sequence[str]) -> bool:
     names_in_group = [name for param in group.spec.params for name in param.names]
-    return any(name == other or name.startswith(other + ".") for name in names_in_group for other in names)
+    return any(is_within(name, module) for name in names_in_group for module in names)
 
 
 @contextmanager

@@ -147,10 +147,8 @@ class AllToAllTokenDispatcher:
     def _gather_counts(self, tokens: int, counts: list[Tensor]) -> tuple[int, Tensor]:
         """Return (most tokens of a rank, all ranks' [ranks, counts]) on the host, the same on all ranks."""
         local = torch.cat([*counts, counts[0].new_tensor([tokens])])
-        found = local.new_empty(self.axis.size, len(local))
-        self.axis.start_all_gather(found.view(-1), local).wait()
-        here = found.cpu()
-        return int(here[:, -1].max()), here[:, :-1].contiguous()
+        gathered = self.axis.all_gather(local).cpu()
+        return int(gathered[:, -1].max()), gathered[:, :-1].contiguous()
 
 
 @dataclass(frozen=True)
@@ -185,13 +183,11 @@ class _GatherScores(Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, dispatch: AllToAllTokenDispatcher, at: TokenPositions) -> Tensor:
         ctx.dispatch, ctx.at = dispatch, at
-        found = scores.contiguous()
+        gathered = scores
         for axis in (dispatch.tp, dispatch.cp):
             if axis is not None:
-                whole = found.new_empty(axis.size, *found.shape)
-                axis.start_all_gather(whole.view(-1), found.view(-1)).wait()
-                found = whole
-        parts = found.view(len(at.positions), *scores.shape).transpose(0, 1).flatten(1, 2)
+                gathered = axis.all_gather(gathered)
+        parts = gathered.view(len(at.positions), *scores.shape).transpose(0, 1).flatten(1, 2)
         out = parts.new_empty(len(scores), at.padded_len, scores.shape[2])
         return out.index_copy_(1, at.positions.flatten(), parts)[:, : at.length].contiguous()
 

@@ -19,10 +19,55 @@ from typing import TYPE_CHECKING
 from echelon.layout import Layout
 from echelon.layout.collective import Collective
 from echelon.layout.placement import ParamGroupSpec
+from echelon.layout.rules import head_parallel_size
 from echelon.memory.checkpointing.cost import RecomputedLayers, partition_numel
 
 if TYPE_CHECKING:
     from echelon.models.model_config import ModelConfig
+
+
+@dataclass(frozen=True)
+class GridShape:
+    """The ranks of tp along each axis of a grid; tp_kind=1d is a grid of one row."""
+
+    z: int
+    y: int
+    x: int
+
+    @property
+    def batch_parts(self) -> int:
+        """Parts into which a microbatch's sequences are divided."""
+        return self.z * self.y
+
+    def local_batch(self, batch: int) -> int:
+        """Return the sequences of a microbatch on one rank, padding included."""
+        return -(-batch // self.batch_parts)
+
+
+def grid_shape(layout: Layout) -> GridShape:
+    if layout.tp_kind == "1d":
+        return GridShape(1, 1, layout.tp)
+    side = head_parallel_size(layout)
+    assert side is not None
+    return GridShape(layout.tp // side**2, side, side)
+
+
+def local_activation_shape(layout: Layout, batch: int, width: int) -> tuple[int, int]:
+    """Return (sequences, columns) of a microbatch between regions on one rank; all of them with tp_kind=1d."""
+    grid = grid_shape(layout)
+    return grid.local_batch(batch), width if layout.tp_kind == "1d" else -(-width // grid.x)
+
+
+def padded_vocab_rows(layout: Layout, rows: int) -> int:
+    """Return the rows of a padded table on all ranks together: 3d splits a rank's part once more."""
+    side = grid_shape(layout).x
+    local = -(-rows // side)
+    return (-(-local // side) * side if layout.tp_kind == "3d" else local) * side
+
+
+def num_weight_shards(layout: Layout) -> int:
+    """Return the tp ranks that hold different parts of a weight: 2.5d replicates them over its layers."""
+    return layout.tp // layout.depth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +133,7 @@ class TransformerSizes:
 
 
 def collectives(
-    sizes: TransformerSizes, layout: Layout, recomputed: RecomputedLayers | None = None, *, partition: bool = False
+    t: TransformerSizes, layout: Layout, recomputed: RecomputedLayers | None = None, *, partition: bool = False
 ) -> Iterable[Collective]:
     """Yield the collectives that one step of a transformer issues over tp, without `partial_grad_collectives`.
 
@@ -96,62 +141,35 @@ def collectives(
     """
     if layout.tp == 1:
         return
-    steps, t = layout.accumulate, sizes
+    steps = layout.accumulate
     recomputed = recomputed or RecomputedLayers.from_policy(layout.recompute, layers=t.layers, moe_layers=t.moe_layers)
-    crossed = _RegionCrossings.count(t, recomputed)
+    dense, shared = t.layers - t.moe_layers, t.moe_layers * t.has_shared_expert
+    recomputed_shared = recomputed.moe * t.has_shared_expert
+    # Crossings of regions in a microbatch's forward, by elements per token; backward crosses them too.
+    enter = _region_inputs(t, t.layers, dense + shared) + Counter({t.width: t.has_head})
+    leave = Counter({t.width: t.layers + dense + shared + t.has_embedding})
+    # Recomputing a block enters both regions again and leaves its first one. It leaves its last region only if
+    # another block is recomputed after it, dropout needs the result, or experts follow.
+    last = recomputed.dense if t.dropout else recomputed.dense - recomputed.dense_tails
+    reenter = _region_inputs(t, recomputed.layers, recomputed.dense + recomputed_shared)
+    releave = Counter({t.width: recomputed.layers + last + recomputed_shared})
     if partition and recomputed.segments:
         size = partition_numel(t.batch * t.seq_len * t.width, layout.tp) * layout.tp * t.element_bytes
         count = recomputed.segments * steps
         yield Collective(op="all_gather", axis="tp", bytes=size, count=count, purpose="saved inputs")
+    # Entering is an all-gather in forward and a reduce-scatter in backward, or (sp=0) an all-reduce in backward;
+    # leaving is the reverse.
     if layout.sp:
-        gathered, scattered = crossed.gathered(), crossed.scattered()
+        gathered, scattered = enter + leave + reenter, leave + enter + releave
         yield from sequence_parallel_collectives(layout, t.batch, t.seq_len, t.element_bytes, gathered, scattered)
     else:
-        for elements, count in crossed.reduced().items():
+        for elements, count in (leave + enter + releave).items():
             size = t.batch * t.seq_len * elements * t.element_bytes
             yield Collective(op="all_reduce", axis="tp", bytes=size, count=count * steps, purpose="activations")
     if not t.has_head:
         return
     numbers = 2 * layout.tp * t.batch * t.seq_len * t.loss_bytes
     yield Collective(op="all_gather", axis="tp", bytes=numbers, count=steps, purpose="loss")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _RegionCrossings:
-    """How often a microbatch's forward enters and leaves regions, by elements per token; backward crosses them too."""
-
-    enter: Counter[int]
-    leave: Counter[int]
-    reenter: Counter[int]
-    """crossings of recomputed blocks"""
-    releave: Counter[int]
-
-    @classmethod
-    def count(cls, t: TransformerSizes, recomputed: RecomputedLayers) -> _RegionCrossings:
-        dense = t.layers - t.moe_layers
-        shared = t.moe_layers * t.has_shared_expert
-        # Recomputing a block enters both regions again and leaves its first one. It leaves its last region only if
-        # another block is recomputed after it, dropout needs the result, or experts follow.
-        last = recomputed.dense if t.dropout else recomputed.dense - recomputed.dense_tails
-        recomputed_shared = recomputed.moe * t.has_shared_expert
-        return cls(
-            enter=_region_inputs(t, t.layers, dense + shared) + Counter({t.width: t.has_head}),
-            leave=Counter({t.width: t.layers + dense + shared + t.has_embedding}),
-            reenter=_region_inputs(t, recomputed.layers, recomputed.dense + recomputed_shared),
-            releave=Counter({t.width: recomputed.layers + last + recomputed_shared}),
-        )
-
-    def reduced(self) -> Counter[int]:
-        """Count all-reduces: leaving is one in forward, entering one in backward."""
-        return self.leave + self.enter + self.releave
-
-    def gathered(self) -> Counter[int]:
-        """Count all-gathers: entering is one in forward, leaving one in backward."""
-        return self.enter + self.leave + self.reenter
-
-    def scattered(self) -> Counter[int]:
-        """Count reduce-scatters: leaving is one in forward, entering one in backward."""
-        return self.leave + self.enter + self.releave
 
 
 def _region_inputs(t: TransformerSizes, attentions: int, mlps: int) -> Counter[int]:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from echelon.kernels.gemm.fused_linear import PLAIN_GEMMS, LinearGemms, fused_linear
 from echelon.kernels.layers.cross_entropy import IGNORE_INDEX
 from echelon.parallel.tp.tp_collectives import RegionBoundary
-from echelon.parallel.tp.vocab_cross_entropy import vocab_parallel_cross_entropy
+from echelon.parallel.tp.vocab_cross_entropy import local_row_index, vocab_parallel_cross_entropy
 
 
 class RowLinear(nn.Module):
@@ -40,11 +40,8 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         rows = self.weight.shape[0]
-        local = ids - self.axis.index * rows
-        # An invalid id fails the lookup, as it does on one device.
-        is_remote = ((local < 0) | (local >= rows)) & (ids >= 0) & (ids < self.vocab_size)
-        out = F.embedding(local.masked_fill(is_remote, 0), self.weight)
-        return self.boundary.leave(out.masked_fill(is_remote[..., None], 0.0))
+        local, is_remote = local_row_index(ids, self.axis.index * rows, rows, self.vocab_size)
+        return self.boundary.leave(F.embedding(local, self.weight).masked_fill(is_remote[..., None], 0.0))
 
 
 class VocabParallelHead(nn.Module):
@@ -62,6 +59,4 @@ class VocabParallelHead(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Return all logits, gathered: for text samples, not for training."""
         local = F.linear(self.boundary.enter(hidden.to(self.weight.dtype)), self.weight)
-        gathered = local.new_empty(self.axis.size, *local.shape)
-        self.axis.start_all_gather(gathered.view(-1), local.view(-1)).wait()
-        return torch.cat(gathered.unbind(0), dim=-1)[..., : self.vocab_size]
+        return torch.cat(self.axis.all_gather(local).unbind(0), dim=-1)[..., : self.vocab_size]

@@ -102,11 +102,8 @@ def shard_modules(
             f"sequence parallelism begins at an embedding, and the table of {type(model).__name__} calls no module "
             '"vocabulary" (sp=1); use sp=0'
         )
-    by_name = {name: param for param in params for name in param.names}
-    splitter = _TensorParallelSplitter(model, axis, boundary, by_name, sequence_parallel)
-    for name, role in roles.items():
-        splitter.apply_role(name, role)
-    return [splitter.params[param.name] for param in params], boundary
+    splitter = _TensorParallelSplitter(model, params, axis, boundary, sequence_parallel)
+    return splitter.apply_roles(roles), boundary
 
 
 def match_roles(model: nn.Module, table: RoleTable) -> dict[str, str]:
@@ -128,26 +125,59 @@ def match_roles(model: nn.Module, table: RoleTable) -> dict[str, str]:
     return roles
 
 
-class _TensorParallelSplitter:
+SplitAction = Callable[[str, Any], None]
+"""(name, module): replace or hook a module, and split its parameters"""
+
+
+class ModuleSplitter:
     """The changes to one model, module by module."""
+
+    def __init__(self, model: nn.Module, params: Iterable[LogicalParam]):
+        self.model, self._given = model, list(params)
+        self.params = {name: param for param in self._given for name in param.names}
+
+    def actions(self) -> dict[str, SplitAction]:
+        """Return what to do with the modules of each role."""
+        raise NotImplementedError
+
+    def apply_roles(self, roles: dict[str, str]) -> list[LogicalParam]:
+        """Change the modules of all roles, and return the split parameters."""
+        actions = self.actions()
+        for name, role in roles.items():
+            actions[role](name, self.model.get_submodule(name))
+        return [self.params[param.name] for param in self._given]
+
+    def update_param(self, name: str, **changes: Any) -> LogicalParam:
+        changed = replace(self.params[name], **changes)
+        self.params.update(dict.fromkeys(changed.names, changed))
+        return changed
+
+    def parent(self, name: str) -> Any:
+        return self.model.get_submodule(name.rpartition(".")[0])
+
+    def replace(self, name: str, module: nn.Module) -> None:
+        setattr(self.parent(name), name.rpartition(".")[2], module)
+
+
+class _TensorParallelSplitter(ModuleSplitter):
+    """Splits a model's modules over one axis."""
 
     def __init__(
         self,
         model: nn.Module,
+        params: Iterable[LogicalParam],
         axis: MeshAxis,
         boundary: RegionBoundary,
-        params: dict[str, LogicalParam],
         sequence_parallel: bool,
     ):
-        self.model, self.axis, self.boundary, self.params = model, axis, boundary, params
-        self.sequence_parallel = sequence_parallel
+        super().__init__(model, params)
+        self.axis, self.boundary, self.sequence_parallel = axis, boundary, sequence_parallel
 
-    def apply_role(self, name: str, role: str) -> None:
-        module = self.model.get_submodule(name)
-        actions: dict[str, Callable[[str, Any], None]] = {
+    def actions(self) -> dict[str, SplitAction]:
+        return {
             "region": self._region,
             "column": lambda n, m: self._column(n, m, unit=1),
-            "column/heads": lambda n, m: self._column(n, m, unit=self._parent(n).head_dim),
+            "column/heads": lambda n, m: self._column(n, m, unit=self.parent(n).head_dim),
             "row": self._row,
             "vocabulary": self._embedding,
             "head": self._head,
@@ -156,7 +186,6 @@ class _TensorParallelSplitter:
             "positions": self._positions,
             "inside": self._inside,
         }
-        actions[role](name, module)
 
     def _region(self, name: str, module: nn.Module) -> None:
         module.register_forward_pre_hook(lambda _, args: (self.boundary.enter(args[0]), *args[1:]))
@@ -175,18 +204,18 @@ class _TensorParallelSplitter:
         if module.in_features % self.axis.size:
             raise ValueError(f"tp={self.axis.size} does not divide the inputs of {name} ({module.in_features})")
         self._split_param(f"{name}.weight", DimSplit(axis="tp", dim=1, num_parts=self.axis.size))
-        self._replace(name, RowLinear(cast("nn.Parameter", module.weight), module.bias, self.boundary))
+        self.replace(name, RowLinear(cast("nn.Parameter", module.weight), module.bias, self.boundary))
         self._between_regions(f"{name}.bias")
 
     def _embedding(self, name: str, module: nn.Embedding) -> None:
         self._split_param(f"{name}.weight", DimSplit(axis="tp", dim=0, num_parts=self.axis.size))
         weight = cast("nn.Parameter", module.weight)
-        self._replace(name, VocabParallelEmbedding(weight, self.boundary, module.num_embeddings))
+        self.replace(name, VocabParallelEmbedding(weight, self.boundary, module.num_embeddings))
 
     def _head(self, name: str, module: Any) -> None:
         self._split_param(f"{name}.weight", DimSplit(axis="tp", dim=0, num_parts=self.axis.size))
         vocab_size = self.params[f"{name}.weight"].shape[0]
-        self._replace(name, VocabParallelHead(module.weight, self.boundary, vocab_size))
+        self.replace(name, VocabParallelHead(module.weight, self.boundary, vocab_size))
 
     def _sequence(self, name: str, module: nn.Module) -> None:
         for parameter, _ in module.named_parameters():
@@ -201,7 +230,7 @@ class _TensorParallelSplitter:
 
     def _inside(self, name: str, module: nn.Module) -> None:
         for parameter, _ in module.named_parameters():
-            self._update_param(f"{name}.{parameter}", partial_grad_axes=("tp",))
+            self.update_param(f"{name}.{parameter}", partial_grad_axes=("tp",))
 
     def _set_dropout_window(self, module: Any, args: tuple[Tensor, ...]) -> None:
         """Set which part of dimension 1 (positions or heads) a dropout sees: its mask is that part."""
@@ -210,19 +239,9 @@ class _TensorParallelSplitter:
 
     def _between_regions(self, name: str) -> None:
         if self.sequence_parallel and name in self.params:
-            self._update_param(name, partial_grad_axes=("tp",))
+            self.update_param(name, partial_grad_axes=("tp",))
 
     def _split_param(self, name: str, split: DimSplit) -> None:
         if name in self.params:
             partial_axes = (f"tp/{split.num_copies}",) if split.num_copies > 1 else ()
-            self._update_param(name, splits=(split,), partial_grad_axes=partial_axes)
-
-    def _update_param(self, name: str, **changes: Any) -> None:
-        changed = replace(self.params[name], **changes)
-        self.params.update(dict.fromkeys(changed.names, changed))
-
-    def _parent(self, name: str) -> Any:
-        return self.model.get_submodule(name.rpartition(".")[0])
-
-    def _replace(self, name: str, module: nn.Module) -> None:
-        setattr(self._parent(name), name.rpartition(".")[2], module)
+            self.update_param(name, splits=(split,), partial_grad_axes=partial_axes)

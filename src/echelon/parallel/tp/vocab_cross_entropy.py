@@ -49,8 +49,7 @@ class _VocabParallelCrossEntropy(Function):
             numbers[0] = logits[..., :unpadded].amax(dim=-1).to(exact) - probabilities.amax(dim=-1).log()
         else:
             numbers[0] = float("-inf")
-        gathered = numbers.new_empty(axis.size, *numbers.shape)
-        axis.start_all_gather(gathered.view(-1), numbers.view(-1)).wait()
+        gathered = axis.all_gather(numbers)
         total = gathered[:, 0].logsumexp(dim=0)
         ctx.save_for_backward(probabilities, (numbers[0] - total).exp_(), local, is_local, valid)
         ctx.shape, ctx.dtype = logits.shape, logits.dtype
@@ -67,3 +66,13 @@ class _VocabParallelCrossEntropy(Function):
         if unpadded:
             out.scatter_add_(-1, local[..., None], (-scale * is_local)[..., None].to(ctx.dtype))
         return out, None, None, None, None
+
+
+def local_row_index(ids: Tensor, first: int, count: int, size: int) -> tuple[Tensor, Tensor]:
+    """Return (index among the rows first .. first + count - 1 of a table, or 0; whether the row is remote).
+
+    An invalid id gets an index out of range, which fails the lookup, as it does on one device.
+    """
+    local = ids - first
+    is_remote = ((local < 0) | (local >= count)) & (ids >= 0) & (ids < size)
+    return local.masked_fill(is_remote, 0), is_remote

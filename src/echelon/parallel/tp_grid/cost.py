@@ -16,11 +16,11 @@ partial gradients (tp/cost.py).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from echelon.layout import Layout
 from echelon.layout.collective import Collective
-from echelon.layout.rules import head_parallel_size
+from echelon.parallel.tp.cost import TransformerSizes, grid_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,77 +49,39 @@ class NormSizes:
 
 
 @dataclass(frozen=True)
-class EmbeddingSizes:
+class TableSizes:
+    """Sizes of a table [vocabulary, width]."""
+
+    rows: int
+    columns: int
+
+
+class EmbeddingSizes(TableSizes):
     """Sizes of an embedding."""
 
-    rows: int
-    columns: int
 
-
-@dataclass(frozen=True)
-class HeadSizes:
+class HeadSizes(TableSizes):
     """Sizes of a language head with its loss."""
-
-    rows: int
-    columns: int
 
 
 ModuleSizes = LinearSizes | NormSizes | EmbeddingSizes | HeadSizes
 
+_PURPOSES: dict[type, str] = {LinearSizes: "linear", NormSizes: "norm", EmbeddingSizes: "embedding", HeadSizes: "head"}
 CollectiveSize = tuple[str, str, int, int]
 """op, axis, elements, count"""
 
 
-@dataclass(frozen=True)
-class GridShape:
-    """The ranks of a grid along each axis."""
-
-    z: int
-    y: int
-    x: int
-
-    @property
-    def batch_parts(self) -> int:
-        """Parts into which a microbatch's sequences are divided."""
-        return self.z * self.y
-
-    def local_batch(self, batch: int) -> int:
-        """Return the sequences of a microbatch on one rank, padding included."""
-        return -(-batch // self.batch_parts)
-
-
-def grid_shape(layout: Layout) -> GridShape:
-    side = head_parallel_size(layout)
-    assert side is not None
-    return GridShape(layout.tp // side**2, side, side)
-
-
-def local_activation_shape(layout: Layout, batch: int, width: int) -> tuple[int, int]:
-    """Return (sequences, columns) of a microbatch between regions on one rank; all of them with tp_kind=1d."""
-    if layout.tp_kind == "1d":
-        return batch, width
-    grid = grid_shape(layout)
-    return grid.local_batch(batch), -(-width // grid.x)
-
-
-def padded_vocab_rows(layout: Layout, rows: int) -> int:
-    """Return the rows of a padded table on all ranks together: 3d splits a rank's part once more."""
-    side = grid_shape(layout).x
-    here = -(-rows // side)
-    return (-(-here // side) * side if layout.tp_kind == "3d" else here) * side
-
-
-def num_weight_shards(layout: Layout) -> int:
-    """Return the tp ranks that hold different parts of a weight: 2.5d replicates them over its layers."""
-    return layout.tp // layout.depth
+def region_axis(layout: Layout) -> str:
+    """Return the axis over which columns inside a region (heads, ffn) and the vocabulary are sharded."""
+    return "y" if layout.tp_kind == "3d" else "x"
 
 
 def linear_sizes(layout: Layout, inputs: int, outputs: int, *, leaves_region: bool, shares_input: bool) -> LinearSizes:
     """Return the sizes of a linear layer that enters a region, or leaves it."""
-    side, region = grid_shape(layout).x, _COSTS[layout.tp_kind].region
+    side, region = grid_shape(layout).x, region_axis(layout)
+    inputs, outputs = -(-inputs // side), -(-outputs // side)
     source, target = (region, "x") if leaves_region else ("x", region)
-    here = -(-inputs // side), -(-outputs // side)
-    return LinearSizes(inputs=here[0], outputs=here[1], source=source, target=target, shares_input=shares_input)
+    return LinearSizes(inputs=inputs, outputs=outputs, source=source, target=target, shares_input=shares_input)
 
 
 def embedding_and_head_sizes(layout: Layout, vocab_size: int, width: int) -> tuple[EmbeddingSizes, HeadSizes]:
@@ -130,131 +92,63 @@ def embedding_and_head_sizes(layout: Layout, vocab_size: int, width: int) -> tup
 
 
 def collectives(
-    modules: Iterable[tuple[ModuleSizes, int]],
-    layout: Layout,
-    *,
-    batch: int,
-    seq_len: int,
-    element_bytes: int,
-    loss_bytes: int,
+    modules: Iterable[tuple[ModuleSizes, int]], layout: Layout, sizes: TransformerSizes
 ) -> Iterator[Collective]:
     """Yield the collectives of a step for some modules, each with how often its forward is recomputed.
 
-    `batch` is the sequences of a microbatch, and `loss_bytes` an element of norm statistics and of the loss, which are
-    never 16-bit.
+    Norm statistics have the dtype of the loss: they are never 16-bit.
     """
     grid = grid_shape(layout)
-    kind = _COSTS[layout.tp_kind](grid)
-    tokens = grid.local_batch(batch) * seq_len
-    for part, again in modules:
-        size = loss_bytes if isinstance(part, NormSizes) else element_bytes
-        purpose = _PURPOSES[type(part)]
-        for repeats, messages in ((1 + again, kind.forward(part, tokens)), (1, kind.backward(part, tokens))):
-            for name, axis, elements, count in messages:
+    tokens = grid.local_batch(sizes.batch) * sizes.seq_len
+    for part, recomputations in modules:
+        size = sizes.loss_bytes if isinstance(part, NormSizes) else sizes.element_bytes
+        forward, backward = _collective_sizes(part, tokens, layout)
+        for passes, items in ((1 + recomputations, forward), (1, backward)):
+            for op, axis, elements, count in items:
+                item = Collective(op=op, axis=axis, bytes=elements * size, purpose=_PURPOSES[type(part)])
                 # Of several block transfers, all but one overlap the GEMM of another block.
-                for steps, hidden in ((1, False), (count - 1, True)):
-                    times = steps * repeats * layout.accumulate
-                    yield Collective(
-                        op=name, axis=axis, bytes=elements * size, count=times, overlapped=hidden, purpose=purpose
-                    )
+                yield replace(item, count=passes * layout.accumulate)
+                yield replace(item, count=(count - 1) * passes * layout.accumulate, overlapped=True)
         if isinstance(part, HeadSizes):
-            numbers = 2 * grid.x * tokens * loss_bytes
-            yield Collective(op="all_gather", axis=kind.region, bytes=numbers, count=layout.accumulate, purpose="loss")
+            size, axis = 2 * grid.x * tokens * sizes.loss_bytes, region_axis(layout)
+            yield Collective(op="all_gather", axis=axis, bytes=size, count=layout.accumulate, purpose="loss")
 
 
-class _SummaCost:
-    region = "x"
-    """the axis over which columns inside a region and the vocabulary are sharded"""
-
-    def __init__(self, grid: GridShape):
-        self.grid, self.side = grid, grid.x
-
-    def forward(self, part: ModuleSizes, n: int) -> Iterator[CollectiveSize]:
-        q = self.side
-        if isinstance(part, LinearSizes):
-            if not part.shares_input:
-                yield "broadcast", "x", n * part.inputs, q
-            yield "broadcast", "y", part.inputs * part.outputs, q
-        elif isinstance(part, EmbeddingSizes):
-            yield "broadcast", "y", part.rows * part.columns, q
-        elif isinstance(part, HeadSizes):
-            yield "broadcast", "y", part.rows * part.columns, q
-            yield "reduce", "x", n * part.rows, q
-        else:
-            yield from _norm_forward(part, n, self.grid)
-
-    def backward(self, part: ModuleSizes, n: int) -> Iterator[CollectiveSize]:
-        q = self.side
-        if isinstance(part, LinearSizes):
-            for axis, elements in (("x", n * part.inputs), ("y", part.inputs * part.outputs))[part.shares_input :]:
-                yield "broadcast", axis, elements, q
-                yield "reduce", axis, elements, q
-        elif isinstance(part, EmbeddingSizes):
-            yield "reduce", "y", part.rows * part.columns, q
-        elif isinstance(part, HeadSizes):
-            yield "broadcast", "x", n * part.rows, q
-            yield "broadcast", "y", part.rows * part.columns, q
-            yield "reduce", "y", part.rows * part.columns, q
-        else:
-            yield "all_reduce", "x", part.reduced * n, 1
+def _collective_sizes(part: ModuleSizes, n: int, layout: Layout) -> tuple[list[CollectiveSize], list[CollectiveSize]]:
+    """Return the collectives of forward and of backward for n tokens on a rank."""
+    if isinstance(part, NormSizes):
+        reduced: CollectiveSize = ("all_reduce", "x", part.reduced * n, 1)
+        gathered: CollectiveSize = ("all_gather", "x", grid_shape(layout).x * part.gathered * n, 1)
+        return [gathered if part.gathered else reduced], [reduced]
+    return (_cube_sizes if layout.tp_kind == "3d" else _summa_sizes)(part, n, grid_shape(layout).x)
 
 
-class _Cost3D:
-    region = "y"
-
-    def __init__(self, grid: GridShape):
-        self.grid, self.side = grid, grid.z
-
-    def forward(self, part: ModuleSizes, n: int) -> Iterator[CollectiveSize]:
-        p = self.side
-        if isinstance(part, LinearSizes):
-            if not part.shares_input:
-                yield "all_gather", part.target, p * n * part.inputs, 1
-            yield "all_gather", "z", self._padded(part.outputs) * part.inputs, 1
-            yield "reduce_scatter", part.source, p * n * part.outputs, 1
-        elif isinstance(part, EmbeddingSizes):
-            yield "all_gather", "z", self._padded(part.rows) * part.columns, 1
-            yield "reduce_scatter", "y", p * n * part.columns, 1
-        elif isinstance(part, HeadSizes):
-            yield from self.forward(_as_linear(part), n)
-        else:
-            yield from _norm_forward(part, n, self.grid)
-
-    def backward(self, part: ModuleSizes, n: int) -> Iterator[CollectiveSize]:
-        p = self.side
-        if isinstance(part, LinearSizes):
-            weight = self._padded(part.outputs) * part.inputs
-            yield "all_gather", part.source, p * n * part.outputs, 1
-            yield "all_gather", "z", weight, 1
-            yield "reduce_scatter", "z", weight, 1
-            if not part.shares_input:
-                yield "all_gather", part.target, p * n * part.inputs, 1
-                yield "reduce_scatter", part.target, p * n * part.inputs, 1
-        elif isinstance(part, EmbeddingSizes):
-            yield "all_gather", "y", p * n * part.columns, 1
-            yield "reduce_scatter", "z", self._padded(part.rows) * part.columns, 1
-        elif isinstance(part, HeadSizes):
-            yield from self.backward(_as_linear(part), n)
-        else:
-            yield "all_reduce", "x", part.reduced * n, 1
-
-    def _padded(self, rows: int) -> int:
-        """Return the rows of a block that z splits once more, padded."""
-        return -(-rows // self.side) * self.side
+def _summa_sizes(
+    part: LinearSizes | EmbeddingSizes | HeadSizes, n: int, q: int
+) -> tuple[list[CollectiveSize], list[CollectiveSize]]:
+    if isinstance(part, LinearSizes):
+        x, weight = ("x", n * part.inputs, q), ("y", part.inputs * part.outputs, q)
+        blocks = [weight] if part.shares_input else [x, weight]
+        return [("broadcast", *b) for b in blocks], [(op, *b) for b in blocks for op in ("broadcast", "reduce")]
+    table, logits = ("y", part.rows * part.columns, q), ("x", n * part.rows, q)
+    if isinstance(part, EmbeddingSizes):
+        return [("broadcast", *table)], [("reduce", *table)]
+    backward: list[CollectiveSize] = [("broadcast", *logits), ("broadcast", *table), ("reduce", *table)]
+    return [("broadcast", *table), ("reduce", *logits)], backward
 
 
-_COSTS: dict[str, type[_SummaCost | _Cost3D]] = {"2d": _SummaCost, "2.5d": _SummaCost, "3d": _Cost3D}
-
-
-_PURPOSES: dict[type, str] = {LinearSizes: "linear", NormSizes: "norm", EmbeddingSizes: "embedding", HeadSizes: "head"}
-
-
-def _as_linear(head: HeadSizes) -> LinearSizes:
-    return LinearSizes(inputs=head.columns, outputs=head.rows, source="x", target="y")
-
-
-def _norm_forward(part: NormSizes, n: int, grid: GridShape) -> Iterator[CollectiveSize]:
-    if part.gathered:
-        yield "all_gather", "x", grid.x * part.gathered * n, 1
-    else:
-        yield "all_reduce", "x", part.reduced * n, 1
+def _cube_sizes(
+    part: LinearSizes | EmbeddingSizes | HeadSizes, n: int, p: int
+) -> tuple[list[CollectiveSize], list[CollectiveSize]]:
+    if isinstance(part, EmbeddingSizes):
+        table, y = ("z", -(-part.rows // p) * p * part.columns, 1), ("y", p * n * part.columns, 1)
+        return [("all_gather", *table), ("reduce_scatter", *y)], [("all_gather", *y), ("reduce_scatter", *table)]
+    if isinstance(part, HeadSizes):
+        part = LinearSizes(inputs=part.columns, outputs=part.rows, source="x", target="y")
+    x, y = (part.target, p * n * part.inputs, 1), (part.source, p * n * part.outputs, 1)
+    weight = ("z", -(-part.outputs // p) * p * part.inputs, 1)
+    forward: list[CollectiveSize] = [("all_gather", *weight), ("reduce_scatter", *y)]
+    backward: list[CollectiveSize] = [("all_gather", *y), ("all_gather", *weight), ("reduce_scatter", *weight)]
+    if part.shares_input:
+        return forward, backward
+    return [("all_gather", *x), *forward], [*backward, ("all_gather", *x), ("reduce_scatter", *x)]

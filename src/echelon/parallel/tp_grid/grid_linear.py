@@ -18,6 +18,8 @@ from echelon.kernels import tensor_metadata
 from echelon.parallel.tp_grid import cost as tp_grid_cost
 
 Tensors = Sequence[Tensor]
+MatmulGrads = tuple[Tensor, list[Tensor]]
+"""gradients of x and of the weights"""
 
 
 class GridMatmul(Protocol):
@@ -28,11 +30,7 @@ class GridMatmul(Protocol):
 
     def forward(self, x: Tensor, weights: Tensors, outputs: Sequence[int]) -> list[Tensor]: ...
 
-    def backward(
-        self, dys: Tensors, x: Tensor, weights: Tensors, outputs: Sequence[int]
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Return the gradients of x and of the weights."""
-        ...
+    def backward(self, dys: Tensors, x: Tensor, weights: Tensors, outputs: Sequence[int]) -> MatmulGrads: ...
 
 
 class GridLinear(nn.Module):
@@ -58,17 +56,16 @@ class GridLinear(nn.Module):
     def together(x: Tensor, layers: Sequence[GridLinear]) -> tuple[Tensor, ...]:
         """Return the outputs of layers that read the same input."""
         weights, outputs = [layer.weight for layer in layers], [layer.cost.outputs for layer in layers]
-        found = grid_matmul(x, weights, layers[0].matmul, outputs, layers[0].unpadded_inputs)
-        pairs = zip(found, layers, strict=True)
-        return tuple(y if layer.bias is None else y + layer.bias for y, layer in pairs)
+        ys = grid_matmul(x, weights, layers[0].matmul, outputs, layers[0].unpadded_inputs)
+        return tuple(y if layer.bias is None else y + layer.bias for y, layer in zip(ys, layers, strict=True))
 
 
 def grid_matmul(
     x: Tensor, weights: Tensors, matmul: GridMatmul, outputs: Sequence[int], unpadded_inputs: int
 ) -> tuple[Tensor, ...]:
     """Multiply [..., inputs] to each [..., outputs]; weights of padded inputs stay zero."""
-    found: tuple[Tensor, ...] = _GridMatmulFunction.apply(x, matmul, outputs, unpadded_inputs, *weights)
-    return found
+    ys: tuple[Tensor, ...] = _GridMatmulFunction.apply(x, matmul, outputs, unpadded_inputs, *weights)
+    return ys
 
 
 class _GridMatmulFunction(Function):
@@ -87,9 +84,8 @@ class _GridMatmulFunction(Function):
         saved = ctx.saved_tensors
         weights = saved[: ctx.num_weights]
         x = ctx.recompute(None) if len(saved) == ctx.num_weights else saved[-1]
-        dx, dws = ctx.matmul.backward(
-            [_flatten_tokens(dy) for dy in gradients], _flatten_tokens(x), weights, ctx.outputs
-        )
+        dys = [_flatten_tokens(dy) for dy in gradients]
+        dx, dws = ctx.matmul.backward(dys, _flatten_tokens(x), weights, ctx.outputs)
         for dw in dws if ctx.unpadded_inputs < x.shape[-1] else ():
             dw[:, ctx.unpadded_inputs :] = 0.0  # activations of padding may be nonzero; their weights are not trained
         ctx.recompute = _graph_freed  # it holds tensors that autograd does not know of

@@ -40,30 +40,61 @@ class ColumnShards:
         return self._weights
 
 
-class GridRMSNorm(nn.Module):
+class GridLayerNorm(nn.Module):
+    cost = tp_grid_cost.NormSizes(reduced=2, gathered=2)
     recompute_output = False
     """backward recomputes the output instead of saving it (memory/checkpointing/checkpoint_policy.py)"""
-    cost = tp_grid_cost.NormSizes(reduced=1, gathered=0)
     weight: nn.Parameter | None
+    bias: nn.Parameter | None
 
-    def __init__(self, weight: nn.Parameter | None, columns: ColumnShards, epsilon: float | None):
+    def __init__(
+        self, weight: nn.Parameter | None, bias: nn.Parameter | None, columns: ColumnShards, epsilon: float | None
+    ):
         """`epsilon` defaults to the machine epsilon of the input's dtype, as in torch."""
         super().__init__()
         self.register_parameter("weight", weight)
+        self.register_parameter("bias", bias)
         self.columns, self.epsilon = columns, epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor
-        epsilon = torch.finfo(x.dtype).eps if self.epsilon is None else self.epsilon
-        out, scale = _GridRMSNormFunction.apply(x, self.weight, self.columns, epsilon)
+        with torch.no_grad():
+            mean, squares = self.mean_and_squares(x)
+            epsilon = torch.finfo(x.dtype).eps if self.epsilon is None else self.epsilon
+            scale = (squares / self.columns.width + epsilon).rsqrt()
+        out: Tensor = _GridNormFunction.apply(x, self.weight, self.bias, mean, scale, self.columns)
         if self.recompute_output:
-            tensor_metadata.attach(
-                out,
-                TensorMetadata(
-                    recompute=partial(_apply_norm, x.detach(), None, scale, self.weight, None, self.columns)
-                ),
-            )
+            recompute = partial(_apply_norm, x.detach(), self.weight, self.bias, mean, scale, self.columns)
+            tensor_metadata.attach(out, TensorMetadata(recompute=recompute))
         return out
+
+    def mean_and_squares(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Return the mean of all columns, and the sum of squares around it, from those of each rank's columns.
+
+        [..., 1] each. The sum around the common mean is each rank's own, plus its count times the squared distance of
+        its mean: no difference of two large numbers.
+        """
+        real = _unpadded_columns(x, self.columns)
+        local = real.new_zeros(2, *x.shape[:-1], 1)
+        if self.columns.local_width:
+            local[0] = real.mean(-1, keepdim=True)
+            local[1] = (real - local[0]).square().sum(-1, keepdim=True)
+        means, squares = self.columns.axis.all_gather(local).unbind(1)
+        counts = self.columns.widths_on(local).view(-1, *[1] * x.dim())
+        mean = (means * counts).sum(0) / self.columns.width
+        return mean, (squares + counts * (means - mean).square()).sum(0)
+
+
+class GridRMSNorm(GridLayerNorm):
+    """A LayerNorm that subtracts no mean and adds no bias."""
+
+    cost = tp_grid_cost.NormSizes(reduced=1, gathered=0)
+
+    def __init__(self, weight: nn.Parameter | None, columns: ColumnShards, epsilon: float | None):
+        super().__init__(weight, None, columns, epsilon)
+
+    def mean_and_squares(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
+        real = _unpadded_columns(x, self.columns)
+        return None, self.columns.axis.all_reduce((real * real).sum(-1, keepdim=True))
 
 
 class GridStreamNorm(GridRMSNorm):
@@ -75,33 +106,12 @@ class GridStreamNorm(GridRMSNorm):
         return s, super().forward(s)
 
 
-class GridLayerNorm(nn.Module):
-    recompute_output = False
-    cost = tp_grid_cost.NormSizes(reduced=2, gathered=2)
-    weight: nn.Parameter | None
-    bias: nn.Parameter | None
-
-    def __init__(self, weight: nn.Parameter | None, bias: nn.Parameter | None, columns: ColumnShards, epsilon: float):
-        super().__init__()
-        self.register_parameter("weight", weight)
-        self.register_parameter("bias", bias)
-        self.columns, self.epsilon = columns, epsilon
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor
-        out, mean, scale = _GridLayerNormFunction.apply(x, self.weight, self.bias, self.columns, self.epsilon)
-        if self.recompute_output:
-            again = partial(_apply_norm, x.detach(), mean, scale, self.weight, self.bias, self.columns)
-            tensor_metadata.attach(out, TensorMetadata(recompute=again))
-        return out
-
-
 def _apply_norm(
     x: Tensor,
-    mean: Tensor | None,
-    scale: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
+    mean: Tensor | None,
+    scale: Tensor,
     columns: ColumnShards,
     _gradient: Tensor | None = None,
 ) -> Tensor:
@@ -118,70 +128,29 @@ def _normalized(x: Tensor, mean: Tensor | None, scale: Tensor) -> Tensor:
     return (wide if mean is None else wide - mean) * scale
 
 
-class _GridRMSNormFunction(Function):
+class _GridNormFunction(Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, columns: ColumnShards, epsilon: float
-    ) -> tuple[Tensor, Tensor]:
-        real = _unpadded_columns(x, columns)
-        squares = columns.axis.all_reduce((real * real).sum(-1, keepdim=True))
-        scale = (squares / columns.width + epsilon).rsqrt()
-        ctx.save_for_backward(x, weight, scale)
-        ctx.columns = columns
-        ctx.mark_non_differentiable(scale)
-        return _apply_norm(x, None, scale, weight, None, columns), scale
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, scale = ctx.saved_tensors
-        n, dy = _normalized(x, None, scale), gradients[0].to(scale.dtype)
-        g = dy if weight is None else dy * weight
-        along = ctx.columns.axis.all_reduce((g * n).sum(-1, keepdim=True)) / ctx.columns.width
-        dx = ((g - n * along) * scale).to(x.dtype)
-        return _zero_padding(dx, ctx.columns), _vector_grad(dy * n, weight), None, None
-
-
-class _GridLayerNormFunction(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, columns: ColumnShards, epsilon: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        mean, squares = _mean_and_squares(x, columns)
-        scale = (squares / columns.width + epsilon).rsqrt()
-        ctx.save_for_backward(x, weight, bias, mean, scale)
-        ctx.columns = columns
-        ctx.mark_non_differentiable(mean, scale)
-        return _apply_norm(x, mean, scale, weight, bias, columns), mean, scale
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        """Of x, weight, bias, mean, scale and columns."""
+        *tensors, ctx.columns = given
+        ctx.save_for_backward(*tensors)
+        return _apply_norm(*given)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, scale = ctx.saved_tensors
+        axis, width = ctx.columns.axis, ctx.columns.width
         n, dy = _normalized(x, mean, scale), gradients[0].to(scale.dtype)
         g = dy if weight is None else dy * weight
-        sums = torch.stack([g.sum(-1, keepdim=True), (g * n).sum(-1, keepdim=True)])
-        shift, along = (ctx.columns.axis.all_reduce(sums) / ctx.columns.width).unbind(0)
-        dx = ((g - shift - n * along) * scale).to(x.dtype)
-        return _zero_padding(dx, ctx.columns), _vector_grad(dy * n, weight), _vector_grad(dy, bias), None, None
-
-
-def _mean_and_squares(x: Tensor, columns: ColumnShards) -> tuple[Tensor, Tensor]:
-    """Return the mean of all columns, and the sum of squares around it, from those of each rank's columns.
-
-    [..., 1] each. The sum around the common mean is each rank's own, plus its count times the squared distance of its
-    mean: no difference of two large numbers.
-    """
-    real, axis = _unpadded_columns(x, columns), columns.axis
-    own = real.new_zeros(2, *x.shape[:-1], 1)
-    if columns.local_width:
-        own[0] = real.mean(-1, keepdim=True)
-        own[1] = (real - own[0]).square().sum(-1, keepdim=True)
-    every = own.new_empty(axis.size, *own.shape)
-    axis.start_all_gather(every.view(-1), own.view(-1)).wait()
-    counts = columns.widths_on(own).view(-1, *[1] * x.dim())
-    mean = (every[:, 0] * counts).sum(0) / columns.width
-    return mean, (every[:, 1] + counts * (every[:, 0] - mean).square()).sum(0)
+        along = (g * n).sum(-1, keepdim=True)
+        if mean is None:
+            along = axis.all_reduce(along) / width
+        else:
+            shift, along = (axis.all_reduce(torch.stack([g.sum(-1, keepdim=True), along])) / width).unbind(0)
+            g = g - shift
+        dx = _zero_padding(((g - n * along) * scale).to(x.dtype), ctx.columns)
+        return dx, _vector_grad(dy * n, weight), _vector_grad(dy, bias), None, None, None
 
 
 def _unpadded_columns(x: Tensor, columns: ColumnShards) -> Tensor:

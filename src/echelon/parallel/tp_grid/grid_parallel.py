@@ -18,8 +18,7 @@ with parameters must have a role: a module that was not made for a grid would ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
@@ -31,8 +30,8 @@ from echelon.models import gpt, layers
 from echelon.models.attention import AttentionContext
 from echelon.models.tp_splits import get_tp_split
 from echelon.parallel.comm.mesh_axis import MeshAxes
-from echelon.parallel.tp.cost import TransformerSizes
-from echelon.parallel.tp.tensor_parallel import RoleTable, match_roles
+from echelon.parallel.tp.cost import TransformerSizes, grid_shape
+from echelon.parallel.tp.tensor_parallel import ModuleSplitter, RoleTable, SplitAction, match_roles
 from echelon.parallel.tp_grid import cost as tp_grid_cost
 from echelon.parallel.tp_grid import grid_norm
 from echelon.parallel.tp_grid.grid_activations import ActivationSharding
@@ -59,12 +58,12 @@ def apply_tensor_parallel(context: TransformContext) -> None:
 
 def token_axes(layout: Layout) -> tuple[str, ...]:
     """Return the axes of the grid over which the sequences of the loss are divided."""
-    return ("z", "x") if layout.tp_kind == "3d" else ("z", "y")
+    return ("z", "y" if tp_grid_cost.region_axis(layout) == "x" else "x")
 
 
 def heads_axis(layout: Layout) -> str:
     """Return the axis over which attention heads are divided."""
-    return "y" if layout.tp_kind == "3d" else "x"
+    return tp_grid_cost.region_axis(layout)
 
 
 def check_matmul_precision(layout: Layout, recipe: str) -> None:
@@ -94,14 +93,7 @@ def model_collectives(
         for name, module in model.named_modules()
         if isinstance(getattr(module, "cost", None), tp_grid_cost.ModuleSizes)
     ]
-    return tp_grid_cost.collectives(
-        modules,
-        layout,
-        batch=sizes.batch,
-        seq_len=sizes.seq_len,
-        element_bytes=sizes.element_bytes,
-        loss_bytes=sizes.loss_bytes,
-    )
+    return tp_grid_cost.collectives(modules, layout, sizes)
 
 
 def shard_modules(
@@ -117,12 +109,7 @@ def shard_modules(
     for name in GRID_AXES:
         axes.add(name)
     grid = Grid3D(axes) if layout.tp_kind == "3d" else SummaGrid(axes)
-    before = list(params)
-    by_name = {name: param for param in before for name in param.names}
-    splitter = _GridSplitter(model, grid, axes.coordinates, by_name, roles)
-    for name, role in roles.items():
-        splitter.apply_role(name, role)
-    return [splitter.params[param.name] for param in before]
+    return _GridSplitter(model, params, grid, axes.coordinates).apply_roles(roles)
 
 
 def _find_problems(model: nn.Module, roles: dict[str, str], layout: Layout) -> Iterator[str]:
@@ -130,7 +117,7 @@ def _find_problems(model: nn.Module, roles: dict[str, str], layout: Layout) -> I
     for role, meaning in (("vocabulary", "begins at an embedding"), ("head", "ends in a language head")):
         if role not in roles.values():
             yield f'the sharded model {meaning}, and the table calls no module "{role}"'
-    side = tp_grid_cost.grid_shape(layout).x
+    side = grid_shape(layout).x
     for name, role in roles.items():
         module = model.get_submodule(name)
         expected = nn.Linear if role in LINEAR_ROLES else nn.Embedding if role in EMBEDDING_ROLES else nn.Module
@@ -169,31 +156,32 @@ def _is_norm(module: nn.Module) -> bool:
     return type(module) in (layers.RMSNorm, layers.ResidualRMSNorm)
 
 
-class _GridSplitter:
-    """The changes to one model, module by module."""
+class _GridSplitter(ModuleSplitter):
+    """Splits a model's modules over a grid."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        grid: SummaGrid | Grid3D,
-        coordinates: Coordinates,
-        params: dict[str, LogicalParam],
-        roles: dict[str, str],
+        self, model: nn.Module, params: Iterable[LogicalParam], grid: SummaGrid | Grid3D, coordinates: Coordinates
     ):
-        self.model, self.grid, self.coordinates, self.params = model, grid, coordinates, params
+        super().__init__(model, params)
+        self.grid, self.coordinates = grid, coordinates
+        self._region_context: tuple[Any, int, Any] = (None, 0, None)
+
+    def apply_roles(self, roles: dict[str, str]) -> list[LogicalParam]:
         embedding = next(name for name, role in roles.items() if role == "vocabulary")
         self.width = self.params[f"{embedding}.weight"].shape[1]
         self.heads = [name for name, role in roles.items() if role == "heads"]
-        self._region_context: tuple[Any, int, Any] = (None, 0, None)
+        return super().apply_roles(roles)
 
-    def apply_role(self, name: str, role: str) -> None:
+    def actions(self) -> dict[str, SplitAction]:
         residual, region = self.grid.residual, self.grid.region
-        actions: dict[str, Callable[[str, Any], None]] = {
+
+        def by_heads(name: str, module: nn.Linear) -> None:
+            self._linear(name, module, residual, region, module.out_features // self.parent(name).head_dim)
+
+        return {
             "region": self._region,
             "column": lambda n, m: self._linear(n, m, residual, region),
-            "column/heads": lambda n, m: self._linear(
-                n, m, residual, region, m.out_features // self._parent(n).head_dim
-            ),
+            "column/heads": by_heads,
             "row": lambda n, m: self._linear(n, m, region, residual),
             "vocabulary": self._embedding,
             "head": self._head,
@@ -201,7 +189,6 @@ class _GridSplitter:
             "sequence": self._sequence,
             "positions": self._positions,
         }
-        actions[role](name, self.model.get_submodule(name))
 
     # -- matrices -----------------------------------------------------------------------------------------------------
 
@@ -223,21 +210,21 @@ class _GridSplitter:
             outputs=-(-module.out_features // split.num_parts),
             source=source.column_axis.name,
             target=target.column_axis.name,
-            shares_input=name.rpartition(".")[2] in getattr(self._parent(name), "share_input", ())[1:],
+            shares_input=name.rpartition(".")[2] in getattr(self.parent(name), "share_input", ())[1:],
         )
         low, high = param.box(self.coordinates)[1]
         matmul, weight = self.grid.matmul(source, target), cast("nn.Parameter", module.weight)
-        self._replace(name, GridLinear(weight, module.bias, matmul, high - low, cost))
+        self.replace(name, GridLinear(weight, module.bias, matmul, high - low, cost))
 
     def _embedding(self, name: str, module: nn.Embedding) -> None:
         rows, columns = self._split_table(name)
         lookup, cost = self.grid.lookup(rows), tp_grid_cost.EmbeddingSizes(rows, columns)
-        self._replace(name, GridEmbedding(cast("nn.Parameter", module.weight), lookup, module.num_embeddings, cost))
+        self.replace(name, GridEmbedding(cast("nn.Parameter", module.weight), lookup, module.num_embeddings, cost))
 
     def _head(self, name: str, module: Any) -> None:
         rows, columns = self._split_table(name)
         vocab_size, cost = self.params[f"{name}.weight"].shape[0], tp_grid_cost.HeadSizes(rows, columns)
-        self._replace(name, GridHead(module.weight, self.grid.head_matmul(), self.grid.region, vocab_size, cost))
+        self.replace(name, GridHead(module.weight, self.grid.head_matmul(), self.grid.region, vocab_size, cost))
 
     def _split_table(self, name: str) -> tuple[int, int]:
         """Split a table [vocabulary, width]; return rows and columns of a rank's block."""
@@ -252,7 +239,7 @@ class _GridSplitter:
         elif list(module.parameters()) or _is_norm(module):
             for parameter in ("weight", "bias"):
                 self._vector(f"{name}.{parameter}")
-            self._replace(name, self._norm(module))
+            self.replace(name, self._norm(module))
 
     def _norm(self, module: Any) -> nn.Module:
         columns = grid_norm.ColumnShards(self.grid.residual.column_axis, self.width)
@@ -331,15 +318,5 @@ class _GridSplitter:
         heads = x.shape[1]
         module.window = {**module.window, 1: (sharding.column_axis.index * heads, sharding.column_axis.size * heads)}
 
-    # -----------------------------------------------------------------------------------------------------------------
-
     def _set_splits(self, name: str, splits: tuple[DimSplit, ...], partial_grad_axes: tuple[str, ...]) -> LogicalParam:
-        changed = replace(self.params[name], splits=splits, partial_grad_axes=partial_grad_axes)
-        self.params.update(dict.fromkeys(changed.names, changed))
-        return changed
-
-    def _parent(self, name: str) -> Any:
-        return self.model.get_submodule(name.rpartition(".")[0])
-
-    def _replace(self, name: str, module: nn.Module) -> None:
-        setattr(self._parent(name), name.rpartition(".")[2], module)
+        return self.update_param(name, splits=splits, partial_grad_axes=partial_grad_axes)

@@ -14,7 +14,6 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from echelon.kernels.layers.cross_entropy import IGNORE_INDEX
-from echelon.parallel.comm.mesh_axis import MeshAxis
 from echelon.parallel.tp.vocab_cross_entropy import vocab_parallel_cross_entropy
 from echelon.parallel.tp_grid import cost as tp_grid_cost
 from echelon.parallel.tp_grid.grid_activations import ActivationSharding
@@ -26,15 +25,12 @@ class GridLookup(Protocol):
 
     def local_ids(self, ids: Tensor) -> Tensor:
         """Return the tokens of a microbatch that this rank looks up."""
-        ...
 
     def forward(self, ids: Tensor, table: Tensor, size: int) -> Tensor:
         """Return [local sequences, positions, local columns]; the full table has `size` rows."""
-        ...
 
     def backward(self, dy: Tensor, ids: Tensor, table: Tensor, size: int) -> Tensor:
         """Return the gradient of this rank's part of the table."""
-        ...
 
 
 class GridEmbedding(nn.Module):
@@ -66,18 +62,15 @@ class GridHead(nn.Module):
 
     def forward(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the loss; every rank gets all targets."""
-        local_targets = self.sharding.local_sequences(targets, IGNORE_INDEX)
-        losses = vocab_parallel_cross_entropy(
-            self._local_logits(hidden), local_targets, self.sharding.column_axis, self.vocab_size
-        )
-        return losses.sum(), (local_targets != IGNORE_INDEX).sum()
+        local, axis = self.sharding.local_sequences(targets, IGNORE_INDEX), self.sharding.column_axis
+        losses = vocab_parallel_cross_entropy(self._local_logits(hidden), local, axis, self.vocab_size)
+        return losses.sum(), (local != IGNORE_INDEX).sum()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return all logits of all sequences, with padding, gathered: for text samples, not for training."""
-        columns = torch.cat(
-            _all_gather(self.sharding.column_axis, self._local_logits(hidden.to(self.weight.dtype))).unbind(0), dim=-1
-        )
-        return _all_gather(self.sharding.batch_axis, columns).flatten(0, 1)[..., : self.vocab_size]
+        local = self._local_logits(hidden.to(self.weight.dtype))
+        columns = torch.cat(self.sharding.column_axis.all_gather(local).unbind(0), dim=-1)
+        return self.sharding.batch_axis.all_gather(columns).flatten(0, 1)[..., : self.vocab_size]
 
     def _local_logits(self, hidden: Tensor) -> Tensor:
         return grid_matmul(hidden, [self.weight], self.matmul, [self.cost.rows], hidden.shape[-1])[0]
@@ -95,20 +88,3 @@ class _GridLookupFunction(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         table, ids = ctx.saved_tensors
         return ctx.lookup.backward(gradients[0], ids, table, ctx.size), None, None, None
-
-
-def local_row_index(ids: Tensor, first: int, count: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return (index among the rows first .. first + count - 1 of a table, or 0; whether the row is remote).
-
-    An invalid id is not hidden: it gets an index out of range.
-    """
-    local = ids - first
-    is_remote = ((local < 0) | (local >= count)) & (ids >= 0) & (ids < size)
-    return local.masked_fill(is_remote, 0), is_remote
-
-
-def _all_gather(axis: MeshAxis, part: Tensor) -> Tensor:
-    """Return [ranks of the axis, *part.shape]."""
-    gathered = part.new_empty(axis.size, *part.shape)
-    axis.start_all_gather(gathered.view(-1), part.reshape(-1)).wait()
-    return gathered

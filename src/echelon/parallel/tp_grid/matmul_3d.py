@@ -27,10 +27,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from echelon.layout.placement import DimSplit
-from echelon.parallel.comm.mesh_axis import MeshAxes, MeshAxis, PendingWork
+from echelon.parallel.comm.mesh_axis import CompletedWork, MeshAxes, MeshAxis, PendingWork
+from echelon.parallel.tp.vocab_cross_entropy import local_row_index
 from echelon.parallel.tp_grid.grid_activations import ActivationSharding, padded_slice
-from echelon.parallel.tp_grid.grid_linear import Tensors
-from echelon.parallel.tp_grid.grid_vocab import local_row_index
+from echelon.parallel.tp_grid.grid_linear import MatmulGrads, Tensors
 
 
 class Grid3D:
@@ -70,29 +70,23 @@ class Matmul3D:
         self.gathered, self.summed, self.z = gathered, summed, z
 
     def forward(self, x: Tensor, weights: Tensors, outputs: Sequence[int]) -> list[Tensor]:
-        rows, matrices = PendingAllGather(self.gathered, x), [PendingAllGather(self.z, weight) for weight in weights]
-        going = []
-        for matrix, columns in zip(matrices, outputs, strict=True):
-            going.append(PendingReduceScatter(self.summed, rows.result @ matrix.result[:columns].t()))
-        return [scattered.result for scattered in going]
+        rows, matrices = all_gather_rows(self.gathered, x), [all_gather_rows(self.z, weight) for weight in weights]
+        partial_sums = (rows.result @ m.result[:columns].t() for m, columns in zip(matrices, outputs, strict=True))
+        scattered = [reduce_scatter_rows(self.summed, partial_sum) for partial_sum in partial_sums]
+        return [pending.result for pending in scattered]
 
-    def backward(
-        self, dys: Tensors, x: Tensor, weights: Tensors, outputs: Sequence[int]
-    ) -> tuple[Tensor, list[Tensor]]:
-        above, matrices = (
-            [PendingAllGather(self.summed, dy) for dy in dys],
-            [PendingAllGather(self.z, weight) for weight in weights],
-        )
-        rows = PendingAllGather(self.gathered, x)
-        of_input = above[0].result @ matrices[0].result[: outputs[0]]
-        for dy, matrix, columns in zip(above[1:], matrices[1:], outputs[1:], strict=True):
-            of_input.addmm_(dy.result, matrix.result[:columns])
-        dx = PendingReduceScatter(self.gathered, of_input)
-        going = []
-        for dy, weight, columns in zip(above, weights, outputs, strict=True):
+    def backward(self, dys: Tensors, x: Tensor, weights: Tensors, outputs: Sequence[int]) -> MatmulGrads:
+        full_dys = [all_gather_rows(self.summed, dy) for dy in dys]
+        matrices = [all_gather_rows(self.z, weight) for weight in weights]
+        rows = all_gather_rows(self.gathered, x)
+        partial_dx = full_dys[0].result @ matrices[0].result[: outputs[0]]
+        for dy, matrix, columns in zip(full_dys[1:], matrices[1:], outputs[1:], strict=True):
+            partial_dx.addmm_(dy.result, matrix.result[:columns])
+        dx, dws = reduce_scatter_rows(self.gathered, partial_dx), []
+        for dy, weight, columns in zip(full_dys, weights, outputs, strict=True):
             dw = F.pad(dy.result.t() @ rows.result, (0, 0, 0, self.z.size * len(weight) - columns))
-            going.append(PendingReduceScatter(self.z, dw))
-        return dx.result, [scattered.result for scattered in going]
+            dws.append(reduce_scatter_rows(self.z, dw))
+        return dx.result, [dw.result for dw in dws]
 
 
 class Lookup3D:
@@ -108,42 +102,37 @@ class Lookup3D:
 
     def forward(self, ids: Tensor, table: Tensor, size: int) -> Tensor:
         local, is_remote = local_row_index(ids, self.y.index * self.rows, self.rows, size)
-        found = F.embedding(local, PendingAllGather(self.z, table).result[: self.rows])
-        return PendingReduceScatter(self.y, found.masked_fill_(is_remote[..., None], 0.0)).result
+        out = F.embedding(local, all_gather_rows(self.z, table).result[: self.rows])
+        return reduce_scatter_rows(self.y, out.masked_fill_(is_remote[..., None], 0.0)).result
 
     def backward(self, dy: Tensor, ids: Tensor, table: Tensor, size: int) -> Tensor:
         local, is_remote = local_row_index(ids, self.y.index * self.rows, self.rows, size)
-        above = PendingAllGather(self.y, dy).result.masked_fill(is_remote[..., None], 0.0).flatten(0, -2)
-        whole = table.new_zeros(self.z.size * len(table), table.shape[1])
-        return PendingReduceScatter(self.z, whole.index_add_(0, local.flatten(), above)).result
+        full_dy = all_gather_rows(self.y, dy).result.masked_fill(is_remote[..., None], 0.0).flatten(0, -2)
+        full = table.new_zeros(self.z.size * len(table), table.shape[1])
+        return reduce_scatter_rows(self.z, full.index_add_(0, local.flatten(), full_dy)).result
 
 
-class PendingAllGather:
-    """An all-gather of all ranks' parts, one below the other: launched at once, waited for on use."""
+class PendingTensor:
+    """The result of a collective: launched at once, waited for on use."""
 
-    def __init__(self, axis: MeshAxis, part: Tensor):
-        part = part.detach().contiguous()
-        self._result = part.new_empty(axis.size * len(part), *part.shape[1:])
-        self._work: PendingWork | None = axis.start_all_gather(self._result, part)
+    def __init__(self, tensor: Tensor, work: PendingWork):
+        self._tensor, self._work = tensor, work
 
     @property
     def result(self) -> Tensor:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return self._result
+        self._work.wait()
+        self._work = CompletedWork()
+        return self._tensor
 
 
-class PendingReduceScatter:
-    """A reduce-scatter to this rank's part of the sum: launched at once, waited for on use."""
+def all_gather_rows(axis: MeshAxis, part: Tensor) -> PendingTensor:
+    """Launch the all-gather of all ranks' parts, one below the other."""
+    part = part.detach().contiguous()
+    gathered = part.new_empty(axis.size * len(part), *part.shape[1:])
+    return PendingTensor(gathered, axis.start_all_gather(gathered, part))
 
-    def __init__(self, axis: MeshAxis, whole: Tensor):
-        self._result = whole.new_empty(len(whole) // axis.size, *whole.shape[1:])
-        self._work: PendingWork | None = axis.start_reduce_scatter(self._result, whole.contiguous())
 
-    @property
-    def result(self) -> Tensor:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return self._result
+def reduce_scatter_rows(axis: MeshAxis, full: Tensor) -> PendingTensor:
+    """Launch the reduce-scatter to this rank's part of the sum."""
+    part = full.new_empty(len(full) // axis.size, *full.shape[1:])
+    return PendingTensor(part, axis.start_reduce_scatter(part, full.contiguous()))

@@ -32,9 +32,9 @@ from torch.nn import functional as F
 
 from echelon.layout.placement import DimSplit
 from echelon.parallel.comm.mesh_axis import MeshAxes, MeshAxis, PendingWork
+from echelon.parallel.tp.vocab_cross_entropy import local_row_index
 from echelon.parallel.tp_grid.grid_activations import ActivationSharding
-from echelon.parallel.tp_grid.grid_linear import Tensors
-from echelon.parallel.tp_grid.grid_vocab import local_row_index
+from echelon.parallel.tp_grid.grid_linear import MatmulGrads, Tensors
 
 
 class SummaGrid:
@@ -70,15 +70,13 @@ class SummaMatmul:
         self.x, self.y = x, y
 
     def forward(self, x: Tensor, weights: Tensors, outputs: Sequence[int]) -> list[Tensor]:
-        found = [x.new_zeros(len(x), len(weight)) for weight in weights]
+        ys = [x.new_zeros(len(x), len(weight)) for weight in weights]
         for (left,), blocks in zip(BroadcastBlocks(self.x, [x]), BroadcastBlocks(self.y, weights), strict=True):
-            for out, block in zip(found, blocks, strict=True):
-                out.addmm_(left, block.t())
-        return found
+            for y, block in zip(ys, blocks, strict=True):
+                y.addmm_(left, block.t())
+        return ys
 
-    def backward(
-        self, dys: Tensors, x: Tensor, weights: Tensors, outputs: Sequence[int]
-    ) -> tuple[Tensor, list[Tensor]]:
+    def backward(self, dys: Tensors, x: Tensor, weights: Tensors, outputs: Sequence[int]) -> MatmulGrads:
         (dx,) = reduce_blocks(self.x, ([_sum_of_matmuls(dys, blocks)] for blocks in BroadcastBlocks(self.y, weights)))
         return dx, reduce_blocks(self.y, ([dy.t() @ block for dy in dys] for (block,) in BroadcastBlocks(self.x, [x])))
 
@@ -90,13 +88,10 @@ class SummaTransposedMatmul:
         self.x, self.y = x, y
 
     def forward(self, x: Tensor, weights: Tensors, outputs: Sequence[int]) -> list[Tensor]:
-        return reduce_blocks(
-            self.x, ([x @ block.t() for block in blocks] for blocks in BroadcastBlocks(self.y, weights))
-        )
+        weight_blocks = BroadcastBlocks(self.y, weights)
+        return reduce_blocks(self.x, ([x @ block.t() for block in blocks] for blocks in weight_blocks))
 
-    def backward(
-        self, dys: Tensors, x: Tensor, weights: Tensors, outputs: Sequence[int]
-    ) -> tuple[Tensor, list[Tensor]]:
+    def backward(self, dys: Tensors, x: Tensor, weights: Tensors, outputs: Sequence[int]) -> MatmulGrads:
         dx = torch.zeros_like(x)
 
         def of_weights() -> Iterator[list[Tensor]]:
@@ -135,8 +130,8 @@ class SummaLookup:
         def of_blocks() -> Iterator[list[Tensor]]:
             for k in range(self.y.size):
                 local, is_remote = local_row_index(ids, k * len(table), len(table), size)
-                found = dy.masked_fill(is_remote[..., None], 0.0).flatten(0, -2)
-                yield [torch.zeros_like(table).index_add_(0, local.flatten(), found)]
+                local_dy = dy.masked_fill(is_remote[..., None], 0.0).flatten(0, -2)
+                yield [torch.zeros_like(table).index_add_(0, local.flatten(), local_dy)]
 
         return reduce_blocks(self.y, of_blocks())[0]
 
@@ -144,14 +139,13 @@ class SummaLookup:
 class BroadcastBlocks:
     """Every rank's blocks, one rank after another: the next broadcast overlaps the use of the current blocks."""
 
-    def __init__(self, axis: MeshAxis, own: Sequence[Tensor]):
-        self.axis, self.local_blocks = axis, [block.detach().contiguous() for block in own]
+    def __init__(self, axis: MeshAxis, local_blocks: Sequence[Tensor]):
+        self.axis, self.local_blocks = axis, [block.detach().contiguous() for block in local_blocks]
         self._next = self._start(0)
 
     def _start(self, place: int) -> list[tuple[Tensor, PendingWork]]:
-        blocks = (
-            self.local_blocks if place == self.axis.index else [torch.empty_like(block) for block in self.local_blocks]
-        )
+        is_local = place == self.axis.index
+        blocks = self.local_blocks if is_local else [torch.empty_like(block) for block in self.local_blocks]
         return [(block, self.axis.start_broadcast(block, place)) for block in blocks]
 
     def __iter__(self) -> Iterator[list[Tensor]]:

@@ -22,8 +22,8 @@ from torch import Tensor
 from echelon.layout.collective import Collective
 from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.parallel.parallel_model import ParallelModel
+from echelon.parallel.tp import cost as tp_cost
 from echelon.parallel.tp.cost import TransformerSizes
-from echelon.parallel.tp_grid import cost as tp_grid_cost
 from echelon.pipeline.actions import SENDS, Action, ActionKind
 from echelon.pipeline.execution.runtime import MicrobatchInputs, PipelineRuntime
 from echelon.pipeline.execution.stage_assignment import StageAssignment
@@ -72,7 +72,7 @@ class Pipeline:
         actions = self.runtime.schedule_for(sizes.seq_len).rank_actions[self.runtime.rank]
         actions = tuple(action for action in actions if action.kind in SENDS)
         sends = Counter(action.slice_index for action in actions)
-        sequences, width = tp_grid_cost.local_activation_shape(layout, sizes.batch, sizes.width)
+        sequences, width = tp_cost.local_activation_shape(layout, sizes.batch, sizes.width)
 
         def send(size: int, count: int, purpose: str) -> Collective:
             return Collective(op="send", axis="pp", bytes=size, count=count, overlapped=True, purpose=purpose)

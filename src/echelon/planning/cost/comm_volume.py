@@ -6,7 +6,7 @@ cp_traffic.py counts those of context parallelism, expert_traffic.py those of ex
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from echelon.layout import Layout
 from echelon.layout.collective import Collective
@@ -54,14 +54,7 @@ def _grid_collectives(scenario: Scenario, sizes: tp_cost.TransformerSizes) -> It
         inside = (norm, norm, *_grid_matmuls(layer.matmuls, layout))
         modules.append(([(module, recomputed) for module in inside], n))
     for some, n in modules:
-        for item in tp_grid_cost.collectives(
-            some,
-            replace(layout, accumulate=1),
-            batch=sizes.batch,
-            seq_len=sizes.seq_len,
-            element_bytes=sizes.element_bytes,
-            loss_bytes=sizes.loss_bytes,
-        ):
+        for item in tp_grid_cost.collectives(some, replace(layout, accumulate=1), sizes):
             yield replace(item, count=item.count * n)
     if layout.depth > 1:
         weights = sum(group.shard_numel * n for group, n in param_groups(scenario, 0)) * scenario.reduce_bytes
@@ -84,10 +77,8 @@ def _grid_matmuls(matmuls: Sequence[MatmulShape], layout: Layout) -> Iterator[tp
 
 def tp_wire_bytes(collectives: Iterable[Collective], layout: Layout) -> float:
     """Bytes that pass a rank's link, over all axes of tp."""
-    if layout.tp_kind == "1d":
-        return total_wire_bytes(collectives, layout.tp)
-    grid = tp_grid_cost.grid_shape(layout)
-    return sum(total_wire_bytes([item], getattr(grid, item.axis)) for item in collectives)
+    ranks = {"tp": layout.tp, **asdict(tp_cost.grid_shape(layout))}
+    return sum(total_wire_bytes([item], ranks[item.axis]) for item in collectives)
 
 
 def total_wire_bytes(collectives: Iterable[Collective], ranks: int) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from echelon.layout import Layout
 from echelon.memory.offload import cost as offload_cost
 from echelon.memory.offload.cost import OffloadTraffic, offload_traffic
-from echelon.parallel.tp_grid import cost as tp_grid_cost
+from echelon.parallel.tp import cost as tp_cost
 from echelon.planning.cluster.cluster import HOST_DEVICES
 from echelon.planning.cluster.link_time import intra_node_latency
 from echelon.planning.cost.comm_volume import dp_wire_bytes, tp_collectives, tp_wire_bytes
@@ -147,7 +147,7 @@ def _dense_gemm(matmul: MatmulShape, scenario: Scenario) -> GemmWork:
         flops = 2.0 * tokens * k * n
         edge_flops = flops * (1 / tokens + 1 / k + 1 / n)
     else:
-        grid = tp_grid_cost.grid_shape(layout)
+        grid = tp_cost.grid_shape(layout)
         token_parts = grid.z if layout.tp_kind == "3d" else grid.batch_parts
         flops = 2.0 * tokens * float(matmul.inputs) * float(matmul.outputs) / layout.tp
         edge_flops = flops * (token_parts / tokens + grid.x / matmul.inputs + grid.x / matmul.outputs)

@@ -14,7 +14,7 @@ from echelon.optim import cost
 from echelon.optim.cost import NEWTON_SCHULZ_STEPS
 from echelon.optim.optimizer_groups import is_muon_matrix
 from echelon.optim.update_rule import UpdateRule
-from echelon.parallel.tp_grid import cost as tp_grid_cost
+from echelon.parallel.tp import cost as tp_cost
 from echelon.planning.cluster.link_time import wire_bytes
 from echelon.planning.cost.param_group_traffic import (
     EXPERT_GROUP,
@@ -81,7 +81,7 @@ def param_matrices(scenario: Scenario, stage: int) -> Iterator[ParamMatrix]:
     """Yield the parameters of a rank, by shape."""
     layout, shape = scenario.layout, scenario.shape
     shards, width = sharding_policy(scenario).num_shards, shape.width
-    ranks = tp_grid_cost.num_weight_shards(layout)
+    ranks = tp_cost.num_weight_shards(layout)
     for layer, n in shape.layers:
         yield from _layer_matrices(scenario, layer, n * max_layer_share(scenario), shards, ranks)
     if stage == 0:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from echelon.layout import Layout
 from echelon.layout.placement import LogicalParam, ParamGroupSpec
 from echelon.parallel.dp import zero
-from echelon.parallel.tp_grid import cost as tp_grid_cost
+from echelon.parallel.tp import cost as tp_cost
 from echelon.planning.model.layer_counts import EXPERT_GRAD_COPY_BYTES, FP8_CAST_BYTES, GRAD_ACCUMULATE_BYTES
 from echelon.planning.model.model_shape import LayerShape
 from echelon.planning.scenario import Scenario
@@ -42,7 +42,7 @@ def param_groups(scenario: Scenario, stage: int) -> list[tuple[ParamGroupSpec, f
     if stage == layout.pp - 1:
         outside += shape.other_parameters + (0 if shape.tied and layout.pp == 1 else shape.head_parameters)
     if outside:
-        numel = math.ceil(outside / tp_grid_cost.num_weight_shards(layout))
+        numel = math.ceil(outside / tp_cost.num_weight_shards(layout))
         groups.append((param_group(OUTSIDE_GROUP, numel, num_shards), 1))
     return groups
 
@@ -55,8 +55,8 @@ def max_layer_share(scenario: Scenario) -> float:
 
 def dense_parameters(layer: LayerShape, layout: Layout) -> int:
     """Parameters of a layer on one tp rank, without its experts."""
-    ranks = tp_grid_cost.num_weight_shards(layout)
-    _, vectors = tp_grid_cost.local_activation_shape(layout, 1, layer.other_parameters)
+    ranks = tp_cost.num_weight_shards(layout)
+    _, vectors = tp_cost.local_activation_shape(layout, 1, layer.other_parameters)
     return vectors + sum(-(-count // ranks) if is_split else count for count, is_split in layer.dense_matmuls)
 
 
@@ -71,7 +71,7 @@ def gathered_numel(scenario: Scenario, numel: int) -> int:
     limit = scenario.memory_options.buffer // scenario.element_bytes
     if not limit or numel <= limit:
         return numel
-    ranks = tp_grid_cost.num_weight_shards(scenario.layout)
+    ranks = tp_cost.num_weight_shards(scenario.layout)
     modules = [
         outputs * matmul.inputs // ranks
         for layer, _ in scenario.shape.layers

@@ -23,7 +23,6 @@ from echelon.parallel.dp import zero as shard
 from echelon.parallel.dp.master_weights import SplitMasterWeights
 from echelon.parallel.ep.cost import MAX_LOAD_FACTOR
 from echelon.parallel.tp import cost as tp_cost
-from echelon.parallel.tp_grid import cost as tp_grid_cost
 from echelon.pipeline.execution.pipeline import Pipeline
 from echelon.training import step_comm_volume
 from echelon.training.engine import Engine, model_config_of
@@ -298,12 +297,9 @@ def _moe_settings(moe: MoEConfig, layout: Layout, seq_len: int) -> ResolvedSetti
 
 
 def _tp_settings(model: ModelConfig, layout: Layout, seq_len: int) -> Iterator[ResolvedSetting]:
-    side = layout.tp
-    rows = -(-model.vocab // layout.tp) * layout.tp
+    sizes, rows = tp_cost.grid_shape(layout), tp_cost.padded_vocab_rows(layout, model.vocab)
     if layout.tp_kind != "1d":
-        sizes = tp_grid_cost.grid_shape(layout)
-        side, rows = sizes.x, tp_grid_cost.padded_vocab_rows(layout, model.vocab)
-        sequences, columns = tp_grid_cost.local_activation_shape(layout, layout.microbatch, model.width)
+        sequences, columns = tp_cost.local_activation_shape(layout, layout.microbatch, model.width)
         yield (
             "grid",
             f"{sizes.z} x {sizes.y} x {sizes.x} ranks, {sequences:,} sequence(s) and {columns:,} columns on each",
@@ -317,10 +313,10 @@ def _tp_settings(model: ModelConfig, layout: Layout, seq_len: int) -> Iterator[R
             f"{seq_len:,} padded to {length:,}",
             "sequence parallelism: each tp rank holds a slice",
         )
-    if side > model.kv_heads:
+    if sizes.x > model.kv_heads:
         yield (
             "key-value heads",
-            f"{model.kv_heads}, each on {side // model.kv_heads} ranks",
+            f"{model.kv_heads}, each on {sizes.x // model.kv_heads} ranks",
             "tp is a multiple of them" if layout.tp_kind == "1d" else "a side of the grid is a multiple of them",
         )
 
