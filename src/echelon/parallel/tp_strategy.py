@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from echelon.layout import Layout
     from echelon.layout.collective import Collective
     from echelon.memory.checkpointing.cost import RecomputedLayers
+    from echelon.parallel.parallel_model import ParallelModel
     from echelon.parallel.tp.cost import TransformerSizes
     from echelon.parallel.transform_context import TransformContext
 
@@ -31,14 +30,7 @@ class TensorParallelStrategy(Protocol):
         """Raise ValueError if the kind cannot multiply in a precision."""
 
     def model_collectives(
-        self,
-        model: nn.Module,
-        sizes: TransformerSizes,
-        layout: Layout,
-        recomputed: RecomputedLayers,
-        recomputed_names: Sequence[str],
-        *,
-        partition: bool,
+        self, parallel: ParallelModel, sizes: TransformerSizes, recomputed: RecomputedLayers
     ) -> Iterable[Collective]:
         """Yield the collectives of a step of a sharded model over tp."""
 

@@ -40,9 +40,7 @@ def step_collectives(engine: Engine, traffic: tp_cost.TransformerSizes | None) -
             local_sizes = replace(local_sizes, seq_len=cp_cost.tokens_per_rank(layout, local_sizes.seq_len))
         for length in slices or (local_sizes.seq_len,):
             sized = replace(local_sizes, seq_len=length)
-            collectives += tp_strategy(layout).model_collectives(
-                engine.model, sized, layout, again, _recomputed_layers(engine), partition=parallel.options.partition
-            )
+            collectives += tp_strategy(layout).model_collectives(parallel, sized, again)
         collectives += pipeline.p2p_collectives(local_sizes) if pipeline is not None else []
     for name, channels in sync_batchnorm.sync_batchnorm_channels(engine.model).items():
         collectives += dp_cost.sync_batchnorm_collectives(

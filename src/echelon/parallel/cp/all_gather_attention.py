@@ -8,25 +8,22 @@ range and a square with a causal mask.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from echelon.kernels.attention.blockwise_attention import accumulate_, accumulation_dtype
 from echelon.parallel.comm.mesh_axis import MeshAxis
-from echelon.parallel.cp.block_attention import BlockwiseBackward, BlockwiseForward, MaskSpec, copy_if_shared
+from echelon.parallel.cp.block_attention import BlockwiseAttention
 from echelon.parallel.cp.zigzag import AttentionBlock, ZigzagOrder
 
 TOKEN_DIM = 3
 """the dimension of tokens in keys and values [2, B, H, T, head_dim]"""
 
 
-class AllGatherAttention:
-    """One rank's all-gather attention, for sequences of one length."""
+class AllGatherAttention(BlockwiseAttention):
+    """Attention to keys and values that are gathered over `axis`."""
 
     def __init__(self, axis: MeshAxis, order: ZigzagOrder, *, causal: bool, device: torch.device):
         self.axis, self.order, self.causal = axis, order, causal
@@ -36,50 +33,33 @@ class AllGatherAttention:
         """position of each gathered token in the sequence"""
         self.inverse = self.gathered_positions.argsort()
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> Tensor:
-        q = copy_if_shared(q, k)
-        out: Tensor = _AllGatherAttentionFunction.apply(q, torch.stack((k, v)), self, mask)
-        return out
-
-    @property
-    def blocks(self) -> Iterator[AttentionBlock]:
-        return self.order.gathered_blocks(self.axis.index, causal=self.causal)
-
-    def gather_kv(self, kv: Tensor) -> Tensor:
-        """Return all keys and values, in the sequence's order."""
+    def kv_blocks(self, kv: Tensor) -> Iterator[tuple[AttentionBlock, Tensor, Tensor]]:
+        """Gather all keys and values, in the sequence's order, and yield the blocks that the queries attend to."""
         gathered = self.axis.all_gather(kv).movedim(0, TOKEN_DIM).flatten(TOKEN_DIM, TOKEN_DIM + 1)
-        return gathered.index_select(TOKEN_DIM, self.inverse)
+        full = gathered.index_select(TOKEN_DIM, self.inverse)
+        for block in self.order.gathered_blocks(self.axis.index, causal=self.causal):
+            yield block, full, self.sequence_positions
 
-    def reduce_scatter_grads(self, grads: Tensor) -> Tensor:
-        """Return this rank's part of the summed gradients of all keys and values."""
-        parts = grads.index_select(TOKEN_DIM, self.gathered_positions).unflatten(TOKEN_DIM, (self.axis.size, -1))
+    def kv_grads(self, kv: Tensor) -> GatheredKeyValueGrads:
+        return GatheredKeyValueGrads(self, kv)
+
+
+class GatheredKeyValueGrads:
+    """Partial gradients of the full sequence, which are reduce-scattered at the end."""
+
+    def __init__(self, attention: AllGatherAttention, kv: Tensor):
+        self.attention, self.dtype = attention, kv.dtype
+        shape = (*kv.shape[:TOKEN_DIM], attention.order.padded_len, *kv.shape[TOKEN_DIM + 1 :])
+        self.total = kv.new_zeros(shape, dtype=accumulation_dtype(kv.dtype))
+
+    def add(self, step: int, block: AttentionBlock, parts: Sequence[Tensor]) -> None:
+        for total, part in zip(self.total, parts, strict=True):
+            accumulate_(total[:, :, block.keys], part)
+
+    def result(self) -> Tensor:
+        axis, positions = self.attention.axis, self.attention.gathered_positions
+        parts = self.total.index_select(TOKEN_DIM, positions).unflatten(TOKEN_DIM, (axis.size, -1))
         sent = parts.movedim(TOKEN_DIM, 0).contiguous()
         local = torch.empty_like(sent[0])
-        self.axis.start_reduce_scatter(local.view(-1), sent.view(-1)).wait()
-        return local
-
-
-class _AllGatherAttentionFunction(Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, attention: AllGatherAttention, mask: MaskSpec) -> Tensor:
-        ctx.attention, ctx.mask = attention, mask
-        k, v = attention.gather_kv(kv)
-        queries = BlockwiseForward(q, mask)
-        for block in attention.blocks:
-            queries.add_block(block, k, v, attention.sequence_positions)
-        out, lse = queries.merged.result()
-        ctx.save_for_backward(q, kv, out, lse)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        q, kv, out, lse = ctx.saved_tensors
-        attention: AllGatherAttention = ctx.attention
-        k, v = full = attention.gather_kv(kv)
-        backward = BlockwiseBackward(gradients[0], q, out, lse, ctx.mask)
-        total = torch.zeros_like(full, dtype=accumulation_dtype(kv.dtype))
-        for block in attention.blocks:
-            for sums, part in zip(total, backward.add_block(block, k, v, attention.sequence_positions), strict=True):
-                accumulate_(sums[:, :, block.keys], part)
-        return backward.dq.result(), attention.reduce_scatter_grads(total).to(kv.dtype), None, None
+        axis.start_reduce_scatter(local.view(-1), sent.view(-1)).wait()
+        return local.to(self.dtype)

@@ -1,15 +1,19 @@
 """Blockwise attention with the document mask and dropout of each block, for one rank.
 
-Ring and all-gather attention both receive keys, attend to a block, and merge the results. This is the middle part,
+Ring and all-gather attention both receive keys, attend to a block, and merge the results. This is what they share,
 forward and backward; it communicates nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from echelon.kernels.attention.blockwise_attention import (
     AttentionMerger,
@@ -55,21 +59,58 @@ class MaskSpec:
         return {"causal": block.causal, "mask": mask, "dropout_mask": dropout_mask}
 
 
-@dataclass
-class BlockwiseForward:
-    """Forward of one rank's queries: the merged result of the blocks so far."""
+class KeyValueGrads(Protocol):
+    """The gradients of a rank's keys and values, to which every rank contributes."""
 
-    q: Tensor
-    mask: MaskSpec
-    merged: AttentionMerger = field(init=False)
+    def add(self, step: int, block: AttentionBlock, parts: Sequence[Tensor]) -> None:
+        """Add the partial gradients of a block's keys and values."""
 
-    def __post_init__(self) -> None:
-        self.merged = AttentionMerger(self.q)
+    def result(self) -> Tensor:
+        """Return the sums over all ranks of the gradients of this rank's keys and values."""
 
-    def add_block(self, block: AttentionBlock, k: Tensor, v: Tensor, key_positions: Tensor) -> None:
-        q = self.q[:, :, block.queries]
-        options = self.mask.block_options(block, self.q, key_positions)
-        self.merged.add(block.queries, *attend(q, k[:, :, block.keys], v[:, :, block.keys], **options))
+
+class BlockwiseAttention:
+    """One rank's attention to the keys and values of all ranks, for sequences of one length."""
+
+    local_positions: Tensor
+    """[queries]: position of each of this rank's tokens in the sequence"""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> Tensor:
+        out: Tensor = _BlockwiseAttentionFunction.apply(copy_if_shared(q, k), torch.stack((k, v)), self, mask)
+        return out
+
+    def kv_blocks(self, kv: Tensor) -> Iterator[tuple[AttentionBlock, Tensor, Tensor]]:
+        """Yield every block, with its keys and values and their positions, from this rank's keys and values."""
+        raise NotImplementedError
+
+    def kv_grads(self, kv: Tensor) -> KeyValueGrads:
+        raise NotImplementedError
+
+
+class _BlockwiseAttentionFunction(Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, kv: Tensor, attention: BlockwiseAttention, mask: MaskSpec) -> Tensor:
+        ctx.attention, ctx.mask = attention, mask
+        merged = AttentionMerger(q)
+        for block, (k, v), positions in attention.kv_blocks(kv):
+            rows, keys, options = block.queries, block.keys, mask.block_options(block, q, positions)
+            merged.add(rows, *attend(q[:, :, rows], k[:, :, keys], v[:, :, keys], **options))
+        out, lse = merged.result()
+        ctx.save_for_backward(q, kv, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        q, kv, out, lse = ctx.saved_tensors
+        dq, kv_grads = GradientAccumulator(q), ctx.attention.kv_grads(kv)
+        for step, (block, (k, v), positions) in enumerate(ctx.attention.kv_blocks(kv)):
+            rows, keys, options = block.queries, block.keys, ctx.mask.block_options(block, q, positions)
+            dy, q_rows, y, lse_rows = (x[:, :, rows] for x in (gradients[0], q, out, lse))
+            dq_rows, *dkv = attend_backward(dy, q_rows, k[:, :, keys], v[:, :, keys], y, lse_rows, **options)
+            dq.add(rows, dq_rows)
+            kv_grads.add(step, block, dkv)
+        return dq.result(), kv_grads.result(), None, None
 
 
 def copy_if_shared(q: Tensor, k: Tensor) -> Tensor:
@@ -77,20 +118,3 @@ def copy_if_shared(q: Tensor, k: Tensor) -> Tensor:
     if q.untyped_storage().data_ptr() != k.untyped_storage().data_ptr():
         return q
     return q.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-class BlockwiseBackward:
-    """Backward of one rank's queries: their gradient accumulates over the blocks."""
-
-    def __init__(self, gradient: Tensor, q: Tensor, out: Tensor, lse: Tensor, mask: MaskSpec):
-        self.gradient, self.q, self.out, self.lse, self.mask = gradient, q, out, lse, mask
-        self.dq = GradientAccumulator(q)
-
-    def add_block(self, block: AttentionBlock, k: Tensor, v: Tensor, key_positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a block's partial gradients of its keys and values; accumulate that of its queries."""
-        rows, keys = block.queries, block.keys
-        gradient, q, out, lse = (x[:, :, rows] for x in (self.gradient, self.q, self.out, self.lse))
-        options = self.mask.block_options(block, self.q, key_positions)
-        dq, dk, dv = attend_backward(gradient, q, k[:, :, keys], v[:, :, keys], out, lse, **options)
-        self.dq.add(rows, dq)
-        return dk, dv

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,22 +71,19 @@ class ContextParallel:
         """ranks that exchange heads for tokens"""
         if device.type == "cuda":
             # NCCL serializes the operations of a communicator: these would wait for gradient reductions.
-            self.ring_axis, self.ulysses_axis = (
-                _with_new_process_group(axis) for axis in (self.ring_axis, self.ulysses_axis)
-            )
+            self.ring_axis = _with_new_process_group(self.ring_axis)
+            self.ulysses_axis = _with_new_process_group(self.ulysses_axis)
         self.heads_axis = axes[tp_strategy(layout).heads_axis(layout)]
         """ranks of tp that divide the heads"""
         self.sp_axis = axes["tp"] if layout.sp else single
         """ranks of tp that divide the local tokens between regions"""
-        self.attention_class: type[RingAttention | AllGatherAttention] = (
-            AllGatherAttention if layout.cp_kind == "gather" else RingAttention
-        )
+        attention_class = AllGatherAttention if layout.cp_kind == "gather" else RingAttention
         self.check_length: Any = getattr(model, "check_length", None)
         self.token_positions: Any = getattr(model, "token_positions", _sequential_positions)
         self.seq_len = 0
         """tokens of the current sequences, without padding"""
         # Sequences may be of any length; the caches hold a few.
-        self._cached_attention = lru_cache(maxsize=8)(self._make_attention)
+        self._cached_attention = lru_cache(maxsize=8)(partial(attention_class, self.ring_axis))
         self._cached_positions = lru_cache(maxsize=8)(self._make_positions)
 
     @property
@@ -165,9 +162,9 @@ class ContextParallel:
             q, k, v = ulysses.shard_heads(q, k, v, self.ulysses_axis)
             first_head += self.ulysses_axis.index * q.shape[1]
         has_dropout = core.training and core.dropout.p > 0
-        attention = self._cached_attention(self.order, context.causal, q.device)
+        attention = self._cached_attention(self.order, causal=context.causal, device=q.device)
         if self.ring_axis.size == 1 and not has_dropout:
-            y = self._local_attention(core, q, k, v, context)
+            y = self._local_attention(core, q, k, v, context=context)
         else:
             assert isinstance(core.dropout, Dropout)
             mask = MaskSpec(
@@ -183,20 +180,12 @@ class ContextParallel:
             y = y[..., :-value_padding]
         return ulysses.unshard_heads(y, self.ulysses_axis) if self.ulysses_axis.size > 1 else y
 
-    def _make_attention(
-        self, order: ZigzagOrder, causal: bool, device: torch.device
-    ) -> RingAttention | AllGatherAttention:
-        return self.attention_class(self.ring_axis, order, causal=causal, device=device)
-
-    def _local_attention(
-        self, core: CoreAttention, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext
-    ) -> Tensor:
+    def _local_attention(self, core: CoreAttention, *qkv: Tensor, context: AttentionContext) -> Tensor:
         """Attend within full sequences in natural order, without the padding at their end."""
-        tokens, padding = slice(0, self.seq_len), q.shape[2] - self.seq_len
-        positions = torch.arange(self.seq_len, device=q.device).unsqueeze(0)
-        documents = context.documents[:, tokens] if context.documents is not None else None
-        full = AttentionContext(positions, documents, context.causal)
-        y = core.local_attention(q[:, :, tokens], k[:, :, tokens], v[:, :, tokens], full)
+        q, k, v = (x[:, :, : self.seq_len] for x in qkv)
+        positions, padding = torch.arange(self.seq_len, device=q.device).unsqueeze(0), qkv[0].shape[2] - self.seq_len
+        documents = context.documents[:, : self.seq_len] if context.documents is not None else None
+        y = core.local_attention(q, k, v, AttentionContext(positions, documents, context.causal))
         return F.pad(y, (0, 0, 0, padding)) if padding else y
 
     def _check(self, q: Tensor, context: AttentionContext) -> None:

@@ -14,7 +14,7 @@ if its attention is an `echelon.CoreAttention` and its forward takes `positions`
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 
 from echelon.layout import Layout
@@ -59,14 +59,11 @@ def transformer_collectives(
 ) -> Iterable[Collective]:
     """Yield the collectives of a step of a transformer over cp."""
     side, head_dim = head_parallel_size(layout) or 1, sizes.head_dim or sizes.width // sizes.heads
+    value_dim = sizes.value_dim or head_dim
     return collectives(
         layout,
         AttentionWidths.per_rank(
-            side,
-            heads=sizes.heads,
-            kv_heads=sizes.kv_heads,
-            head_dim=head_dim,
-            value_dim=sizes.value_dim or head_dim,
+            side, heads=sizes.heads, kv_heads=sizes.kv_heads, head_dim=head_dim, value_dim=value_dim
         ),
         layers=sizes.layers,
         batch=-(-sizes.batch // (layout.tp // side)),  # a grid divides sequences by what it does not divide heads by
@@ -107,69 +104,22 @@ def collectives(
         count * layout.accumulate for count in (recomputed.layers, recomputed.layers + recomputed.attention_cores)
     )
     if layout.ulysses > 1:
-        yield from ulysses_collectives(
-            "ulysses" if outer > 1 else "cp",
-            qkv_bytes=(tokens * widths.queries + moved) * element_bytes,
-            output_bytes=tokens * (widths.results or widths.queries) * element_bytes,
-            num_attentions=num_attentions,
-            num_recomputed=(recomputed_cores, recomputed_layers),
-        )
+        axis = "ulysses" if outer > 1 else "cp"
+        inputs, outputs = tokens * widths.queries + moved, tokens * (widths.results or widths.queries)
+        # A core that is recomputed alone exchanges no output.
+        for elements, recomputations in ((inputs, recomputed_cores), (outputs, recomputed_layers)):
+            size, count = elements * element_bytes, 2 * num_attentions + recomputations
+            yield Collective(op="all_to_all", axis=axis, bytes=size, count=count, purpose="heads")
     axis, size = "ring" if layout.ulysses > 1 else "cp", moved * element_bytes
+    passes = 2 * num_attentions + recomputed_cores
     if layout.cp_kind == "gather":
-        summed = moved * max(element_bytes, 4)
-        yield from all_gather_collectives(
-            axis,
-            outer,
-            kv_bytes=size,
-            gradient_bytes=summed,
-            num_attentions=num_attentions,
-            num_recomputed=recomputed_cores,
-        )
+        yield Collective(op="all_gather", axis=axis, bytes=outer * size, count=passes, purpose="keys and values")
+        size = outer * moved * max(element_bytes, 4)
+        yield Collective(op="reduce_scatter", axis=axis, bytes=size, count=num_attentions, purpose="their gradients")
     elif outer > 1:
-        before = (ring_index if ring_index >= 0 else (outer - 1) // 2) if causal else 0
-        yield from ring_collectives(
-            axis,
-            outer,
-            kv_bytes=size,
-            num_earlier=before,
-            num_attentions=num_attentions,
-            num_recomputed=recomputed_cores,
-        )
-
-
-# Of `num_attentions` in a step, and `num_recomputed` more forwards; bytes are of a rank's tokens.
-
-
-def ring_collectives(
-    axis: str, ranks: int, *, kv_bytes: int, num_earlier: int, num_attentions: int, num_recomputed: int
-) -> Iterable[Collective]:
-    """Yield ring_attention.py's sends: once around in forward and in backward, and gradients back to their owners.
-
-    Of `num_earlier` ranks only half of the keys have gradients.
-    """
-    count = (ranks - 1) * (2 * num_attentions + num_recomputed)
-    yield Collective(op="send", axis=axis, bytes=kv_bytes, count=count, overlapped=True, purpose="keys and values")
-    for size, others in ((kv_bytes // 2, num_earlier), (kv_bytes, ranks - 1 - num_earlier)):
-        yield Collective(
-            op="send", axis=axis, bytes=size, count=others * num_attentions, overlapped=True, purpose="their gradients"
-        )
-
-
-def all_gather_collectives(
-    axis: str, ranks: int, *, kv_bytes: int, gradient_bytes: int, num_attentions: int, num_recomputed: int
-) -> Iterable[Collective]:
-    """Yield all_gather_attention.py's collectives: gathers in forward and backward, scatters of gradients."""
-    count = 2 * num_attentions + num_recomputed
-    yield Collective(op="all_gather", axis=axis, bytes=ranks * kv_bytes, count=count, purpose="keys and values")
-    yield Collective(
-        op="reduce_scatter", axis=axis, bytes=ranks * gradient_bytes, count=num_attentions, purpose="their gradients"
-    )
-
-
-def ulysses_collectives(
-    axis: str, *, qkv_bytes: int, output_bytes: int, num_attentions: int, num_recomputed: tuple[int, int]
-) -> Iterable[Collective]:
-    """Yield ulysses.py's all-to-alls of inputs and outputs; a core recomputed alone exchanges no output."""
-    there, back = (2 * num_attentions + more for more in num_recomputed)
-    yield Collective(op="all_to_all", axis=axis, bytes=qkv_bytes, count=there, purpose="heads")
-    yield Collective(op="all_to_all", axis=axis, bytes=output_bytes, count=back, purpose="heads")
+        send = Collective(op="send", axis=axis, bytes=size, overlapped=True, purpose="keys and values")
+        yield replace(send, count=(outer - 1) * passes)
+        # Gradients go back to their owners; of ranks with earlier tokens only half of the keys have gradients.
+        earlier = (ring_index if ring_index >= 0 else (outer - 1) // 2) if causal else 0
+        for kv_bytes, ranks in ((size // 2, earlier), (size, outer - 1 - earlier)):
+            yield replace(send, bytes=kv_bytes, count=ranks * num_attentions, purpose="their gradients")

@@ -17,35 +17,27 @@ while it attends to the next block; there they accumulate in 32 bits or more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from echelon.kernels.attention.blockwise_attention import GradientAccumulator
 from echelon.parallel.comm.mesh_axis import MeshAxis, PendingWork
-from echelon.parallel.cp.block_attention import BlockwiseBackward, BlockwiseForward, MaskSpec, copy_if_shared
+from echelon.parallel.cp.block_attention import BlockwiseAttention
 from echelon.parallel.cp.zigzag import AttentionBlock, ZigzagOrder
 
 
-class RingAttention:
-    """One rank's ring attention, for sequences of one length."""
+class RingAttention(BlockwiseAttention):
+    """Attention to keys and values that go around the ranks of `axis`."""
 
     def __init__(self, axis: MeshAxis, order: ZigzagOrder, *, causal: bool, device: torch.device):
         self.axis, self.order, self.causal = axis, order, causal
         self.positions = [torch.tensor(order.ring_positions(member), device=device) for member in range(axis.size)]
         self.local_positions = self.positions[axis.index]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> Tensor:
-        q = copy_if_shared(q, k)
-        out: Tensor = _RingAttentionFunction.apply(q, torch.stack((k, v)), self, mask)
-        return out
-
     def kv_blocks(self, kv: Tensor) -> Iterator[tuple[AttentionBlock, Tensor, Tensor]]:
-        """Yield (block, keys and values, their positions) of every step; the next ones arrive during the block."""
+        """Yield the block of every step; the next keys and values arrive during the block."""
         size, rank = self.axis.size, self.axis.index
         for step in range(size):
             key_rank = (rank - step) % size
@@ -57,62 +49,39 @@ class RingAttention:
                 pending.wait()
                 kv = arriving
 
-
-class _RingAttentionFunction(Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, ring: RingAttention, mask: MaskSpec) -> Tensor:
-        ctx.ring, ctx.mask = ring, mask
-        queries = BlockwiseForward(q, mask)
-        for block, (k, v), positions in ring.kv_blocks(kv):
-            queries.add_block(block, k, v, positions)
-        out, lse = queries.merged.result()
-        ctx.save_for_backward(q, kv, out, lse)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        q, kv, out, lse = ctx.saved_tensors
-        ring: RingAttention = ctx.ring
-        backward, kv_grads = BlockwiseBackward(gradients[0], q, out, lse, ctx.mask), KeyValueGrads(ring, kv)
-        for step, (block, (k, v), positions) in enumerate(ring.kv_blocks(kv)):
-            parts = backward.add_block(block, k, v, positions)
-            if step:
-                kv_grads.send(step, parts)
-            else:
-                kv_grads.add(block.keys, parts)
-        return backward.dq.result(), kv_grads.result(), None, None
+    def kv_grads(self, kv: Tensor) -> RingKeyValueGrads:
+        return RingKeyValueGrads(self, kv)
 
 
-class KeyValueGrads:
-    """The gradients of a rank's keys and values, to which every rank contributes."""
+class RingKeyValueGrads:
+    """Partial gradients go straight back to the rank that holds the keys, and accumulate there."""
 
     def __init__(self, ring: RingAttention, kv: Tensor):
         self.ring, self.kv = ring, kv
         self.totals = [GradientAccumulator(x) for x in kv]
         self._receiving: tuple[slice, Tensor, Tensor, PendingWork] | None = None
 
-    def add(self, keys: slice, parts: Iterable[Tensor]) -> None:
-        for total, part in zip(self.totals, parts, strict=True):
-            total.add(keys, part)
-
-    def send(self, step: int, parts: tuple[Tensor, Tensor]) -> None:
-        """Send partial gradients back `step` ranks, to the owner of the keys, and receive those of this rank's keys.
-
-        Compute of one block overlaps each transfer.
-        """
+    def add(self, step: int, block: AttentionBlock, parts: Sequence[Tensor]) -> None:
+        """Send the gradients back `step` ranks, and receive those of this rank's keys; compute of a block overlaps."""
+        if not step:
+            self._accumulate(block.keys, parts)
+            return
         self._receive()
         axis, order = self.ring.axis, self.ring.order
-        sent = torch.stack(parts)
+        sent = torch.stack(tuple(parts))
         keys = order.block((axis.index + step) % axis.size, axis.index, causal=self.ring.causal).keys
         received = torch.empty_like(self.kv[:, :, :, keys])
         self._receiving = keys, received, sent, axis.start_shift(received, sent, offset=-step)
+
+    def _accumulate(self, keys: slice, parts: Iterable[Tensor]) -> None:
+        for total, part in zip(self.totals, parts, strict=True):
+            total.add(keys, part)
 
     def _receive(self) -> None:
         if self._receiving is not None:
             keys, received, _, pending = self._receiving
             pending.wait()
-            self.add(keys, received)
+            self._accumulate(keys, received)
             self._receiving = None
 
     def result(self) -> Tensor:

@@ -10,14 +10,15 @@ full heads. Key-value heads that the ranks do not divide are replicated to every
 from __future__ import annotations
 
 from math import lcm
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
+from echelon.parallel.comm.autograd_collective import with_backward
 from echelon.parallel.comm.mesh_axis import MeshAxis
+
+HEADS, TOKENS = 1, 2
+"""dimensions of [B, heads, T, head_dim]"""
 
 
 def shard_heads(q: Tensor, k: Tensor, v: Tensor, axis: MeshAxis) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,39 +33,23 @@ def shard_heads(q: Tensor, k: Tensor, v: Tensor, axis: MeshAxis) -> tuple[Tensor
     parts = (q, k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1))
     # The heads of one rank after the other, so that all three are one all-to-all.
     per_rank = [part.unflatten(1, (axis.size, -1)) for part in parts]
-    together = _HeadAllToAll.apply(torch.cat(per_rank, dim=2).flatten(1, 2), axis, True)
-    found = together.split([part.shape[2] for part in per_rank], dim=1)
-    return found[0], found[1], found[2]
+    exchanged = _all_to_all(torch.cat(per_rank, dim=2).flatten(1, 2), axis, HEADS, TOKENS)
+    q, k, v = exchanged.split([part.shape[2] for part in per_rank], dim=1)
+    return q, k, v
 
 
 def unshard_heads(y: Tensor, axis: MeshAxis) -> Tensor:
     """Exchange the output back."""
-    found: Tensor = _HeadAllToAll.apply(y, axis, False)
-    return found
+    return _all_to_all(y, axis, TOKENS, HEADS)
 
 
-class _HeadAllToAll(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: MeshAxis, to_heads: bool) -> Tensor:
-        ctx.axis, ctx.to_heads = axis, to_heads
-        return _tokens_for_heads(x, axis) if to_heads else _heads_for_tokens(x, axis)
+def _all_to_all(x: Tensor, axis: MeshAxis, split_dim: int, join_dim: int) -> Tensor:
+    """Split one dimension over the ranks, and join the parts of another that they send."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        exchange = _heads_for_tokens if ctx.to_heads else _tokens_for_heads
-        return exchange(gradients[0], ctx.axis), None, None
+    def exchange(x: Tensor, split_dim: int, join_dim: int) -> Tensor:
+        sent = x.unflatten(split_dim, (axis.size, -1)).movedim(split_dim, 0).contiguous()
+        received = torch.empty_like(sent)
+        axis.start_all_to_all(received, sent).wait()
+        return received.movedim(0, join_dim).flatten(join_dim, join_dim + 1)
 
-
-def _tokens_for_heads(x: Tensor, axis: MeshAxis) -> Tensor:
-    sent = x.unflatten(1, (axis.size, -1)).movedim(1, 0).contiguous()
-    received = torch.empty_like(sent)
-    axis.start_all_to_all(received, sent).wait()
-    return received.movedim(0, 2).flatten(2, 3)
-
-
-def _heads_for_tokens(x: Tensor, axis: MeshAxis) -> Tensor:
-    sent = x.unflatten(2, (axis.size, -1)).movedim(2, 0).contiguous()
-    received = torch.empty_like(sent)
-    axis.start_all_to_all(received, sent).wait()
-    return received.movedim(0, 1).flatten(1, 2)
+    return with_backward(x, lambda x: exchange(x, split_dim, join_dim), lambda dy: exchange(dy, join_dim, split_dim))

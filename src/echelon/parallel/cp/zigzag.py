@@ -68,9 +68,8 @@ class ZigzagOrder:
 
     def ring_positions(self, ring_rank: int) -> list[int]:
         """Return the positions of a group's tokens in the sequence."""
-        return [
-            place for c in self.chunk_ids(ring_rank) for place in range(c * self.chunk_len, (c + 1) * self.chunk_len)
-        ]
+        size = self.chunk_len
+        return [place for chunk in self.chunk_ids(ring_rank) for place in range(chunk * size, (chunk + 1) * size)]
 
     def rank_positions(self, rank: int) -> list[int]:
         """Return the positions of a cp rank's tokens in the sequence."""
@@ -82,15 +81,10 @@ class ZigzagOrder:
 
     def block(self, query_rank: int, key_rank: int, *, causal: bool) -> AttentionBlock:
         """Return the block of one group's queries and another's keys."""
-        both, first, second = (
-            slice(0, 2 * self.chunk_len),
-            slice(0, self.chunk_len),
-            slice(self.chunk_len, 2 * self.chunk_len),
-        )
-        if not causal:
-            return AttentionBlock(both, both, False)
-        if key_rank == query_rank:
-            return AttentionBlock(both, both, True)
+        chunk = self.chunk_len
+        both, first, second = slice(0, 2 * chunk), slice(0, chunk), slice(chunk, 2 * chunk)
+        if not causal or key_rank == query_rank:
+            return AttentionBlock(both, both, causal)
         return AttentionBlock(both, first, False) if key_rank < query_rank else AttentionBlock(second, both, False)
 
     def gathered_blocks(self, query_rank: int, *, causal: bool) -> Iterator[AttentionBlock]:

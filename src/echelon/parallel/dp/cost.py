@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from echelon.layout.collective import Collective
 from echelon.layout.placement import ParamGroupSpec
@@ -43,31 +44,17 @@ def collectives(
                 gathers += accumulate
             if in_pipeline and group.stays_unsharded:
                 gathers = 1
-            yield Collective(
-                op="all_gather",
-                axis=plan.shard_axis,
-                bytes=full_numel * group.element_bytes(compute_bytes),
-                count=gathers,
-                overlapped=index > 0,
-                purpose="parameters",
-            )
-            yield Collective(
-                op="reduce_scatter",
-                axis=plan.shard_axis,
-                bytes=full_numel * group.element_bytes(reduce_bytes),
-                count=accumulate * uses if plan.reduce_scatter_every_microbatch else 1,
-                overlapped=index > 0,
-                purpose="gradients",
-            )
+            size = full_numel * group.element_bytes(compute_bytes)
+            item = Collective(op="all_gather", axis=plan.shard_axis, bytes=size, overlapped=index > 0)
+            yield replace(item, count=gathers, purpose="parameters")
+            count = accumulate * uses if plan.reduce_scatter_every_microbatch else 1
+            size = full_numel * group.element_bytes(reduce_bytes)
+            yield replace(item, op="reduce_scatter", bytes=size, count=count, purpose="gradients")
         if plan.num_replicas > 1:
-            yield Collective(
-                op="all_reduce",
-                axis=plan.replica_axis,
-                bytes=group.shard_numel * group.element_bytes(reduce_bytes),
-                count=accumulate * uses if plan.params_on_host else 1,
-                overlapped=index > 0,
-                purpose="gradients",
-            )
+            count = accumulate * uses if plan.params_on_host else 1
+            size = group.shard_numel * group.element_bytes(reduce_bytes)
+            item = Collective(op="all_reduce", axis=plan.replica_axis, bytes=size, overlapped=index > 0)
+            yield replace(item, count=count, purpose="gradients")
 
 
 def sync_batchnorm_collectives(
@@ -77,13 +64,8 @@ def sync_batchnorm_collectives(
     passes = 3 if recomputed else 2  # forward, its recomputation, backward
     for count in channels:
         for size in (count + 1, count):
-            yield Collective(
-                op="all_reduce",
-                axis="dp",
-                bytes=size * element_bytes,
-                count=passes * accumulate,
-                purpose="batch statistics",
-            )
+            size, repeats = size * element_bytes, passes * accumulate
+            yield Collective(op="all_reduce", axis="dp", bytes=size, count=repeats, purpose="batch statistics")
 
 
 def state_bytes(

@@ -7,31 +7,18 @@ mean may be much larger than the deviation.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 
+from echelon.parallel.comm.autograd_collective import with_backward
 from echelon.parallel.comm.mesh_axis import MeshAxis
 
 if TYPE_CHECKING:
     from echelon.parallel.transform_context import TransformContext
 
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
-
-
-class _AllReduceSum(Function):
-    """All-reduce whose gradient is an all-reduce too, because every rank's loss depends on the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: MeshAxis) -> Tensor:
-        ctx.axis = axis
-        return axis.all_reduce(x.clone())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.axis.all_reduce(gradients[0].clone()), None
 
 
 class SyncBatchNorm(nn.Module):
@@ -69,13 +56,21 @@ class SyncBatchNorm(nn.Module):
     def _statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
         dims = [dim for dim in range(x.dim()) if dim != 1]
         rows = x.new_full((1,), x.numel() // x.shape[1])
-        sums: Tensor = _AllReduceSum.apply(torch.cat([x.sum(dims), rows]), self.axis)
+        sums = self._all_reduce(torch.cat([x.sum(dims), rows]))
         count, mean = sums[-1].detach(), sums[:-1] / sums[-1].detach()
         deviation = x - mean.view(1, -1, *([1] * (x.dim() - 2)))
-        variance: Tensor = _AllReduceSum.apply(deviation.square().sum(dims), self.axis) / count
+        variance = self._all_reduce(deviation.square().sum(dims)) / count
         if self.running_mean is not None and self.training:
             self._track(mean.detach(), variance.detach() * count / (count - 1))
         return mean, variance
+
+    def _all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over the axis. The gradient is an all-reduce too, because every rank's loss depends on the sum."""
+
+        def all_reduce(x: Tensor) -> Tensor:
+            return self.axis.all_reduce(x.clone())
+
+        return with_backward(x, all_reduce, all_reduce)
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor) -> None:

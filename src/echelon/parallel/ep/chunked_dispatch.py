@@ -26,35 +26,25 @@ from torch.autograd.function import once_differentiable
 
 from echelon.moe.experts import Experts
 from echelon.parallel.comm.mesh_axis import MeshAxis
-from echelon.parallel.ep.token_all_to_all import TokenAllToAll
+from echelon.parallel.ep.token_all_to_all import TokenAllToAll, counts_by_part
 
 
 def max_received_tokens(token_counts: Tensor, etp: int) -> int:
     """Return the tokens that the fullest rank receives."""
-    return int(_tokens_per_part(token_counts, etp).sum(0).max())
+    return int(counts_by_part(token_counts, etp).sum(2).sum(0).max())
 
 
 def num_chunks(token_counts: Tensor, etp: int, limit: int) -> int:
     """Return the fewest chunks in which no rank holds more than `limit` tokens, or than one of each sender."""
-    per_part, limit = _tokens_per_part(token_counts, etp), max(limit, len(token_counts))
+    per_part, limit = counts_by_part(token_counts, etp).sum(2), max(limit, len(token_counts))
     chunks = max(1, -(-max_received_tokens(token_counts, etp) // limit))
     while int((-(-per_part // chunks)).sum(0).max()) > limit:
         chunks += 1
     return chunks
 
 
-def run_in_chunks(
-    experts: Experts,
-    tokens: Tensor,
-    dropout_keys: Tensor | None,
-    axis: MeshAxis,
-    token_counts: Tensor,
-    *,
-    etp: int,
-    limit: int,
-) -> Tensor:
+def run_in_chunks(experts: Experts, tokens: Tensor, dropout_keys: Tensor | None, chunks: DispatchChunks) -> Tensor:
     """Return the experts' outputs [tokens, width] of this rank's permuted tokens, in their order."""
-    chunks = DispatchChunks(axis, token_counts, etp, num_chunks(token_counts, etp, limit))
 
     def run(called: Experts) -> Tensor:
         out: Tensor = _ChunkedExperts.apply(tokens, called.up, called.down, dropout_keys, called, chunks)
@@ -62,12 +52,6 @@ def run_in_chunks(
 
     output: Tensor = experts(tokens, tokens.new_empty(0), through=run)
     return output
-
-
-def _tokens_per_part(token_counts: Tensor, etp: int) -> Tensor:
-    """Return [ranks, parts]: tokens from each rank to the ranks of each part of the experts."""
-    ranks, experts = token_counts.shape
-    return token_counts.view(ranks, ranks // etp, experts * etp // ranks).sum(2)
 
 
 @dataclass(frozen=True)
@@ -80,15 +64,14 @@ class DispatchChunks:
     num_chunks: int
 
     def chunks(self, device: torch.device) -> Iterator[DispatchChunk]:
-        ranks, experts = self.token_counts.shape
-        rank = self.axis.index
-        by_part = self.token_counts.view(ranks, ranks // self.etp, experts * self.etp // ranks)
+        rank, by_part = self.axis.index, counts_by_part(self.token_counts, self.etp)
         ends = by_part.cumsum(2)
         totals = ends[..., -1:]
         starts = (totals[rank].cumsum(0) - totals[rank]).flatten().tolist()
         for chunk in range(self.num_chunks):
             first, last = totals * chunk // self.num_chunks, totals * (chunk + 1) // self.num_chunks
-            counts = (ends.minimum(last) - (ends - by_part).maximum(first)).clamp(min=0).reshape(ranks, experts)
+            counts = (ends.minimum(last) - (ends - by_part).maximum(first)).clamp(min=0)
+            counts = counts.reshape(self.token_counts.shape)
             slices = zip(starts, first[rank].flatten().tolist(), last[rank].flatten().tolist(), strict=True)
             index = torch.cat([torch.arange(start + low, start + high) for start, low, high in slices]).to(device)
             yield DispatchChunk(TokenAllToAll(self.axis, counts, len(index), device, etp=self.etp), index)
@@ -113,22 +96,14 @@ class DispatchChunk:
 
 class _ChunkedExperts(Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        tokens: Tensor,
-        up: Tensor,
-        down: Tensor,
-        dropout_keys: Tensor | None,
-        experts: Experts,
-        chunks: DispatchChunks,
-    ) -> Tensor:
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        tokens, up, down, dropout_keys, ctx.experts, ctx.chunks = given
         ctx.save_for_backward(tokens, up, down, dropout_keys)
-        ctx.experts, ctx.chunks = experts, chunks
         output = torch.zeros_like(tokens)
-        for chunk in chunks.chunks(tokens.device):
+        for chunk in ctx.chunks.chunks(tokens.device):
             keys = None if dropout_keys is None else chunk.dispatch(dropout_keys)
-            made = experts.apply_weights(chunk.dispatch(tokens), up, down, chunk.all_to_all.expert_ends, keys)
-            chunk.combine_into(made, output)
+            result = ctx.experts.apply_weights(chunk.dispatch(tokens), up, down, chunk.all_to_all.expert_ends, keys)
+            chunk.combine_into(result, output)
         return output
 
     @staticmethod

@@ -8,12 +8,12 @@ once, and no rank computes what another one does. token_dispatch.py sends the to
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from echelon.layout.placement import DimSplit
 from echelon.moe.moe_layer import MoELayer
 from echelon.parallel.ep.token_dispatch import AllToAllTokenDispatcher
+from echelon.parallel.tp.tensor_parallel import ModuleSplitter
 
 if TYPE_CHECKING:
     from echelon.layout import Layout
@@ -27,25 +27,20 @@ def apply_expert_parallel(context: TransformContext) -> None:
     _check(type(model).__name__, layout, has_experts=bool(moe_layers))
     if not moe_layers or layout.ep * layout.etp * layout.cp * layout.tp == 1:
         return
-    params = {name: param for param in context.params for name in param.names}
+    splitter = ModuleSplitter(model, context.params)
     for name, moe in moe_layers.items():
         experts = moe.gate.num_experts
         if experts % layout.ep:
             raise ValueError(f"ep={layout.ep} does not divide the {experts} experts of {name}; use a divisor of them")
         moe.dispatcher = AllToAllTokenDispatcher(layout, axes, context.tp_boundary, context.cp_context, experts=experts)
         moe.experts.first_unit = axes.coordinates["etp"] * -(-moe.experts.up.shape[2] // layout.etp)
-        splits = (
-            DimSplit(axis="ep", dim=0, num_parts=layout.ep),
-            DimSplit(axis="etp", dim=2, num_parts=layout.etp),
-        )
+        ep, etp = DimSplit(axis="ep", dim=0, num_parts=layout.ep), DimSplit(axis="etp", dim=2, num_parts=layout.etp)
         for key in ("up", "down"):
-            param = replace(params[f"{name}.experts.{key}"], splits=splits, is_expert=True)
-            params.update(dict.fromkeys(param.names, param))
+            splitter.update_param(f"{name}.experts.{key}", splits=(ep, etp), is_expert=True)
         if layout.tp > 1:
             for key, _ in moe.gate.named_parameters():
-                param = replace(params[f"{name}.gate.{key}"], partial_grad_axes=("tp",))
-                params.update(dict.fromkeys(param.names, param))
-    context.params = [params[param.name] for param in context.params]
+                splitter.update_param(f"{name}.gate.{key}", partial_grad_axes=("tp",))
+    context.params = splitter.split_params()
     context.has_expert_params = any(param.is_expert for param in context.params)
 
 

@@ -83,9 +83,8 @@ class HierarchicalAllToAll:
             return values.view(-1, k).index_select(0, sources)
 
         weights_arriving = inter.start_dispatch(per_token(routing.weights))
-        expert_ids = (
-            inter.dispatch(per_token(routing.experts)).flatten() - self.inter_node.index * self.experts_per_node
-        )
+        first_expert = self.inter_node.index * self.experts_per_node
+        expert_ids = inter.dispatch(per_token(routing.experts)).flatten() - first_expert
         keys = None if routing.dropout_keys is None else inter.dispatch(per_token(routing.dropout_keys)).flatten()
 
         def finish() -> Tensor:

@@ -17,14 +17,19 @@ them overlaps the gradients' all-to-all in backward.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
+from echelon.parallel.comm.autograd_collective import with_backward
 from echelon.parallel.comm.mesh_axis import CompletedWork, MeshAxis, PendingWork
+
+
+def counts_by_part(token_counts: Tensor, etp: int) -> Tensor:
+    """Return [ranks, parts, experts of a part]: tokens from each rank to each expert; etp ranks share a part."""
+    ranks, experts = token_counts.shape
+    return token_counts.view(ranks, ranks // etp, experts * etp // ranks)
 
 
 class TokenAllToAll:
@@ -32,8 +37,7 @@ class TokenAllToAll:
 
     def __init__(self, axis: MeshAxis, token_counts: Tensor, num_tokens: int, device: torch.device, *, etp: int = 1):
         self.axis, self.num_tokens, self.etp = axis, num_tokens, etp
-        ranks, experts = token_counts.shape
-        by_part = token_counts.view(ranks, ranks // etp, experts * etp // ranks)
+        by_part = counts_by_part(token_counts, etp)
         totals, received = by_part.sum(2), by_part[:, axis.index // etp]
         self._send_splits_per_part: list[int] = totals[axis.index].tolist()
         self._send_splits: list[int] = totals[axis.index].repeat_interleave(etp).tolist()
@@ -42,7 +46,7 @@ class TokenAllToAll:
         """where each expert's received tokens end"""
         self._by_expert: Tensor | None = None
         if received.shape[1] > 1:
-            each = torch.arange(received.shape[1], device=device).repeat(ranks)
+            each = torch.arange(received.shape[1], device=device).repeat(len(received))
             sizes, arrived = received.flatten().to(device), sum(self._receive_splits)
             expert = torch.repeat_interleave(each, sizes, output_size=arrived)
             order = torch.argsort(expert, stable=True)
@@ -66,11 +70,10 @@ class TokenAllToAll:
                 x = torch.cat([run for run in x.split(self._send_splits_per_part) for _ in range(self.etp)])
         elif self._by_expert is not None:
             x = x.index_select(0, self._by_sender)
-        send_splits, receive_splits = (
-            (self._send_splits, self._receive_splits) if dispatching else (self._receive_splits, self._send_splits)
-        )
-        arriving = x.new_empty(sum(receive_splits), *x.shape[1:])
-        return arriving, self.axis.start_all_to_all(arriving, x.contiguous(), receive_splits, send_splits)
+        splits = [self._receive_splits, self._send_splits]
+        received, sent = splits if dispatching else splits[::-1]
+        arriving = x.new_empty(sum(received), *x.shape[1:])
+        return arriving, self.axis.start_all_to_all(arriving, x.contiguous(), received, sent)
 
     def _finish(self, arriving: Tensor, pending: PendingWork, *, dispatching: bool) -> Tensor:
         pending.wait()
@@ -86,10 +89,10 @@ class TokenAllToAll:
 
     def start_dispatch(self, tokens: Tensor) -> Callable[[], Tensor]:
         """Launch the dispatch; the returned function waits for it."""
-        return _start_async(tokens, self, dispatching=True)
+        return _AsyncAllToAll(self, dispatching=True).launch(tokens)
 
     def start_combine(self, expert_output: Tensor) -> Callable[[], Tensor]:
-        return _start_async(expert_output, self, dispatching=False)
+        return _AsyncAllToAll(self, dispatching=False).launch(expert_output)
 
 
 class _AsyncAllToAll:
@@ -99,49 +102,17 @@ class _AsyncAllToAll:
         self.all_to_all, self.dispatching = all_to_all, dispatching
         self.pending: tuple[Tensor, PendingWork] = (torch.empty(0), CompletedWork())
 
-    def start(self, x: Tensor, *, backward: bool = False) -> None:
+    def launch(self, x: Tensor) -> Callable[[], Tensor]:
+        """Start now; the returned function finishes. In backward the first starts what the second finishes."""
+        started = with_backward(x, self.start, lambda _: self.finish(backward=True))
+        return lambda: with_backward(started, lambda _: self.finish(), partial(self.start, backward=True))
+
+    def start(self, x: Tensor, *, backward: bool = False) -> Tensor:
+        """Launch; autograd sees an empty tensor, since the result is not complete yet."""
         self.pending = self.all_to_all._start(x, dispatching=self.dispatching != backward)
+        return x.new_empty(0)
 
     def finish(self, *, backward: bool = False) -> Tensor:
         arriving, pending = self.pending
         self.pending = (torch.empty(0), CompletedWork())
         return self.all_to_all._finish(arriving, pending, dispatching=self.dispatching != backward)
-
-
-def _start_async(x: Tensor, all_to_all: TokenAllToAll, *, dispatching: bool) -> Callable[[], Tensor]:
-    transfer = _AsyncAllToAll(all_to_all, dispatching)
-    started = _StartAllToAll.apply(x, transfer)
-
-    def end() -> Tensor:
-        out: Tensor = _FinishAllToAll.apply(started, transfer)
-        return out
-
-    return end
-
-
-class _StartAllToAll(Function):
-    """Launch; autograd sees an empty tensor, since the result is not complete yet."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, transfer: _AsyncAllToAll) -> Tensor:
-        ctx.transfer = transfer
-        transfer.start(x)
-        return x.new_empty(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *_gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.transfer.finish(backward=True), None
-
-
-class _FinishAllToAll(Function):
-    @staticmethod
-    def forward(ctx: Any, started: Tensor, transfer: _AsyncAllToAll) -> Tensor:
-        ctx.transfer = transfer
-        return transfer.finish()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.transfer.start(gradients[0], backward=True)
-        return gradients[0].new_empty(0), None

@@ -38,7 +38,7 @@ from echelon.moe.token_permutation import TokenPermutation
 from echelon.parallel.comm.mesh_axis import MeshAxes
 from echelon.parallel.cp.context_parallel import ContextParallel
 from echelon.parallel.cp.zigzag import ZigzagOrder
-from echelon.parallel.ep.chunked_dispatch import max_received_tokens, run_in_chunks
+from echelon.parallel.ep.chunked_dispatch import DispatchChunks, max_received_tokens, num_chunks, run_in_chunks
 from echelon.parallel.ep.cost import EP_ETP_AXIS, MAX_LOAD_FACTOR
 from echelon.parallel.ep.hierarchical_all_to_all import HierarchicalAllToAll
 from echelon.parallel.ep.token_all_to_all import TokenAllToAll
@@ -62,10 +62,9 @@ class AllToAllTokenDispatcher:
         self.axis, self.etp = axes[EP_ETP_AXIS], layout.etp
         self.hierarchical: HierarchicalAllToAll | None = None
         if layout.ep_inner > 1:
-            intra, inter = f"{EP_ETP_AXIS}/{layout.ep_inner}", f"{EP_ETP_AXIS}%{layout.ep_inner}"
-            self.hierarchical = HierarchicalAllToAll(
-                axes.get_or_add(inter), axes.get_or_add(intra), etp=layout.etp, experts=experts
-            )
+            inter_node = axes.get_or_add(f"{EP_ETP_AXIS}%{layout.ep_inner}")
+            intra_node = axes.get_or_add(f"{EP_ETP_AXIS}/{layout.ep_inner}")
+            self.hierarchical = HierarchicalAllToAll(inter_node, intra_node, etp=layout.etp, experts=experts)
         self.max_load_factor = MAX_LOAD_FACTOR
         self.tp, self.cp = axes["tp"], axes["cp"] if context is not None else None
         self.boundary, self.context = boundary, context
@@ -75,8 +74,8 @@ class AllToAllTokenDispatcher:
     def route(self, moe: MoELayer, x: Tensor) -> Routing:
         gate = moe.gate
         if self.tp.size == 1 and self.cp is None:
-            found: Routing = gate(x)
-            return found
+            local_routing: Routing = gate(x)
+            return local_routing
         at = self._positions(x)
         local, length = at.positions[self.sequence_shard_index], at.length
         for module in (*gate.modules(), moe.experts.drop):
@@ -96,9 +95,7 @@ class AllToAllTokenDispatcher:
         if self.context is None:
             length = self.boundary.length if self.boundary is not None else local
             return _contiguous_positions(self.tp.size, local, length, x.device)
-        return _zigzag_positions(
-            self.context.order, self.context.axis.size, self.tp.size, local, self.context.seq_len, x.device
-        )
+        return _zigzag_positions(self.context.order, self.tp.size, local, x.device)
 
     # -- experts ------------------------------------------------------------------------------------------------------
 
@@ -107,28 +104,22 @@ class AllToAllTokenDispatcher:
             # Under expert choice the routing lists remote tokens too; otherwise it is as long as it must be.
             return moe.compute_locally(x, routing, trim=not routing.choices_per_token)
         experts, order = moe.experts, TokenPermutation.from_routing(routing)
-        by_node = self.hierarchical.sort_by_node(routing) if self.hierarchical is not None else None
-        tokens, all_counts = self._gather_counts(
-            len(x), [order.counts] if by_node is None else [order.counts, by_node.counts]
-        )
+        levels, counts = self.hierarchical, [order.counts]
+        if levels is not None:
+            by_node = levels.sort_by_node(routing)
+            counts.append(by_node.counts)
+        tokens, all_counts = self._gather_counts(len(x), counts)
         token_counts = all_counts[:, : len(order.counts)].contiguous()
         order = order.truncate(int(token_counts[self.axis.index].sum()))
         limit = self.max_tokens_at_once(moe, tokens)
-        arriving = (
-            max_received_tokens(token_counts, self.etp)
-            if self.hierarchical is None
-            else self.hierarchical.max_received(all_counts)
-        )
-        if arriving > limit:
+        most = max_received_tokens(token_counts, self.etp) if levels is None else levels.max_received(all_counts)
+        if most > limit:
+            chunks = DispatchChunks(self.axis, token_counts, self.etp, num_chunks(token_counts, self.etp, limit))
             return lambda: order.unpermute(
-                run_in_chunks(
-                    experts, order.permute(x), order.dropout_keys, self.axis, token_counts, etp=self.etp, limit=limit
-                ),
-                routing.weights,
+                run_in_chunks(experts, order.permute(x), order.dropout_keys, chunks), routing.weights
             )
-        if self.hierarchical is not None:
-            assert by_node is not None
-            return self.hierarchical.start(experts, x, routing, by_node, all_counts)
+        if levels is not None:
+            return levels.start(experts, x, routing, by_node, all_counts)
         permuted = order.permute(x)
         all_to_all = TokenAllToAll(self.axis, token_counts, len(permuted), x.device, etp=self.etp)
         arrived = all_to_all.start_dispatch(permuted)
@@ -168,13 +159,12 @@ def _contiguous_positions(ranks: int, local: int, length: int, device: torch.dev
 
 
 @lru_cache(maxsize=8)
-def _zigzag_positions(
-    order: ZigzagOrder, cp: int, tp: int, local: int, length: int, device: torch.device
-) -> TokenPositions:
+def _zigzag_positions(order: ZigzagOrder, tp: int, local: int, device: torch.device) -> TokenPositions:
+    cp = order.ring_size * order.ulysses_size
     each = torch.tensor([order.rank_positions(rank) for rank in range(cp)], device=device)
     padding = tp * local - each.shape[1]
     each = torch.nn.functional.pad(each, (0, padding), value=order.padded_len)  # padding of sequence parallelism
-    return TokenPositions(each.view(-1, local), length, order.padded_len + 1)
+    return TokenPositions(each.view(-1, local), order.seq_len, order.padded_len + 1)
 
 
 class _GatherScores(Function):
@@ -198,5 +188,5 @@ class _GatherScores(Function):
         if dispatch.cp is not None:
             dispatch.cp.all_reduce(gradient)
         local = ctx.at.positions[dispatch.sequence_shard_index]
-        own = gradient.index_select(1, local.clamp(max=length - 1))
-        return own.masked_fill((local >= length).unsqueeze(-1), 0.0), None, None
+        local_gradient = gradient.index_select(1, local.clamp(max=length - 1))
+        return local_gradient.masked_fill((local >= length).unsqueeze(-1), 0.0), None, None

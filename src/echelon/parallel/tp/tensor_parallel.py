@@ -24,7 +24,7 @@ A table beside the model (models/tp_splits.py) gives modules, by patterns, a rol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, cast
@@ -47,6 +47,7 @@ from echelon.parallel.tp.tp_collectives import (
 
 if TYPE_CHECKING:
     from echelon.memory.checkpointing.cost import RecomputedLayers
+    from echelon.parallel.parallel_model import ParallelModel
     from echelon.parallel.transform_context import TransformContext
 
 RoleTable = Mapping[str, str]
@@ -79,16 +80,10 @@ def check_matmul_precision(layout: Layout, recipe: str) -> None:
 
 
 def model_collectives(
-    model: nn.Module,
-    sizes: cost.TransformerSizes,
-    layout: Layout,
-    recomputed: RecomputedLayers,
-    recomputed_names: Sequence[str],
-    *,
-    partition: bool,
+    parallel: ParallelModel, sizes: cost.TransformerSizes, recomputed: RecomputedLayers
 ) -> Iterable[Collective]:
     """Yield the collectives of a step of a transformer over tp."""
-    return cost.collectives(sizes, layout, recomputed, partition=partition)
+    return cost.collectives(sizes, parallel.layout, recomputed, partition=parallel.options.partition)
 
 
 def shard_modules(
@@ -102,17 +97,14 @@ def shard_modules(
             f"sequence parallelism begins at an embedding, and the table of {type(model).__name__} calls no module "
             '"vocabulary" (sp=1); use sp=0'
         )
-    splitter = _TensorParallelSplitter(model, params, axis, boundary, sequence_parallel)
-    return splitter.apply_roles(roles), boundary
+    splitter = _TensorParallelSplitter(model, params, boundary, sequence_parallel)
+    return splitter.apply_roles(roles, splitter.actions()), boundary
 
 
 def match_roles(model: nn.Module, table: RoleTable) -> dict[str, str]:
     """Return the role of each module that a pattern names. A pattern without a match and an unknown role are errors."""
-    problems = [
-        f"{role!r} of {pattern!r} is not one of {', '.join(ROLES)}"
-        for pattern, role in table.items()
-        if role not in ROLES
-    ]
+    unknown = ((role, pattern) for pattern, role in table.items() if role not in ROLES)
+    problems = [f"{role!r} of {pattern!r} is not one of {', '.join(ROLES)}" for role, pattern in unknown]
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     roles: dict[str, str] = {}
     for pattern, role in table.items():
@@ -130,21 +122,19 @@ SplitAction = Callable[[str, Any], None]
 
 
 class ModuleSplitter:
-    """The changes to one model, module by module."""
+    """The changes to the modules of one model, and the splits of its parameters."""
 
     def __init__(self, model: nn.Module, params: Iterable[LogicalParam]):
         self.model, self._given = model, list(params)
         self.params = {name: param for param in self._given for name in param.names}
 
-    def actions(self) -> dict[str, SplitAction]:
-        """Return what to do with the modules of each role."""
-        raise NotImplementedError
-
-    def apply_roles(self, roles: dict[str, str]) -> list[LogicalParam]:
-        """Change the modules of all roles, and return the split parameters."""
-        actions = self.actions()
+    def apply_roles(self, roles: dict[str, str], actions: dict[str, SplitAction]) -> list[LogicalParam]:
+        """Change the modules by their roles, and return the split parameters."""
         for name, role in roles.items():
             actions[role](name, self.model.get_submodule(name))
+        return self.split_params()
+
+    def split_params(self) -> list[LogicalParam]:
         return [self.params[param.name] for param in self._given]
 
     def update_param(self, name: str, **changes: Any) -> LogicalParam:
@@ -163,15 +153,10 @@ class _TensorParallelSplitter(ModuleSplitter):
     """Splits a model's modules over one axis."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        params: Iterable[LogicalParam],
-        axis: MeshAxis,
-        boundary: RegionBoundary,
-        sequence_parallel: bool,
+        self, model: nn.Module, params: Iterable[LogicalParam], boundary: RegionBoundary, sequence_parallel: bool
     ):
         super().__init__(model, params)
-        self.axis, self.boundary, self.sequence_parallel = axis, boundary, sequence_parallel
+        self.axis, self.boundary, self.sequence_parallel = boundary.axis, boundary, sequence_parallel
 
     def actions(self) -> dict[str, SplitAction]:
         return {

@@ -13,65 +13,17 @@ slices are equal).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.nn import functional as F
 
 from echelon.kernels import tensor_metadata
 from echelon.kernels.tensor_metadata import TensorMetadata
+from echelon.parallel.comm.autograd_collective import with_backward
 from echelon.parallel.comm.mesh_axis import MeshAxis
 
 SEQUENCE_DIM = 1
 """the tensor dimension of positions: activations are [batch, sequence, ...]"""
-
-
-class _CopyToRegion(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: MeshAxis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.axis.all_reduce(gradients[0].contiguous()), None
-
-
-class _ReduceFromRegion(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: MeshAxis) -> Tensor:
-        # The GEMM that produced x does not save it, so it may be reduced in place, and unknown to autograd (`.data`),
-        # which cannot follow an in-place change of a custom function's output.
-        axis.all_reduce(x.data)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
-class _GatherSequence(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: MeshAxis, length: int) -> Tensor:
-        ctx.axis = axis
-        return all_gather_sequence(x, axis, length)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return reduce_scatter_sequence(gradients[0], ctx.axis), None, None
-
-
-class _ScatterSequence(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: MeshAxis) -> Tensor:
-        ctx.axis, ctx.length = axis, x.shape[SEQUENCE_DIM]
-        return reduce_scatter_sequence(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return all_gather_sequence(gradients[0], ctx.axis, ctx.length), None
 
 
 class FullSequenceBoundary:
@@ -83,19 +35,22 @@ class FullSequenceBoundary:
         """unused: nothing is padded"""
 
     def enter(self, x: Tensor) -> Tensor:
-        out: Tensor = _CopyToRegion.apply(x, self.axis)
+        out = with_backward(x, lambda x: x.view_as(x), lambda dy: self.axis.all_reduce(dy.contiguous()))
         # The same tensor can still be recomputed; its gradient is a partial sum, which recompute must not read.
         metadata = tensor_metadata.read(x)
-        recompute = metadata.recompute
-        if recompute is None:
+        if (recompute := metadata.recompute) is None:
             return out
-        return tensor_metadata.attach(
-            out, TensorMetadata(row_amax=metadata.row_amax, recompute=lambda _part: recompute(None))
-        )
+        copied = TensorMetadata(row_amax=metadata.row_amax, recompute=lambda _part: recompute(None))
+        return tensor_metadata.attach(out, copied)
 
     def leave(self, x: Tensor) -> Tensor:
-        out: Tensor = _ReduceFromRegion.apply(x, self.axis)
-        return out
+        def reduce(x: Tensor) -> Tensor:
+            # The GEMM that produced x does not save it, so it may be reduced in place, and unknown to autograd
+            # (`.data`), which cannot follow an in-place change of a custom function's output.
+            self.axis.all_reduce(x.data)
+            return x.view_as(x)
+
+        return with_backward(x, reduce, lambda dy: dy)
 
 
 class SequenceParallelBoundary:
@@ -107,13 +62,17 @@ class SequenceParallelBoundary:
         """length of the current sequence without padding, noted where it was last full"""
 
     def enter(self, x: Tensor) -> Tensor:
-        out: Tensor = _GatherSequence.apply(x, self.axis, self.length)
-        return out
+        axis, length = self.axis, self.length
+        return with_backward(
+            x, lambda x: all_gather_sequence(x, axis, length), lambda dy: reduce_scatter_sequence(dy, axis)
+        )
 
     def leave(self, x: Tensor) -> Tensor:
-        self.length = x.shape[SEQUENCE_DIM]
-        out: Tensor = _ScatterSequence.apply(x, self.axis)
-        return out
+        axis, length = self.axis, x.shape[SEQUENCE_DIM]
+        self.length = length
+        return with_backward(
+            x, lambda x: reduce_scatter_sequence(x, axis), lambda dy: all_gather_sequence(dy, axis, length)
+        )
 
 
 RegionBoundary = FullSequenceBoundary | SequenceParallelBoundary

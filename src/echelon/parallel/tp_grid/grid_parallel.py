@@ -18,7 +18,7 @@ with parameters must have a role: a module that was not made for a grid would ta
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ from echelon.rng import Dropout
 
 if TYPE_CHECKING:
     from echelon.memory.checkpointing.cost import RecomputedLayers
+    from echelon.parallel.parallel_model import ParallelModel
     from echelon.parallel.transform_context import TransformContext
 
 GRID_AXES = ("z", "y", "x", "z*y", "z*x")
@@ -75,25 +76,15 @@ def check_matmul_precision(layout: Layout, recipe: str) -> None:
 
 
 def model_collectives(
-    model: nn.Module,
-    sizes: TransformerSizes,
-    layout: Layout,
-    recomputed: RecomputedLayers,
-    recomputed_names: Sequence[str],
-    *,
-    partition: bool,
+    parallel: ParallelModel, sizes: TransformerSizes, recomputed: RecomputedLayers
 ) -> Iterable[Collective]:
-    """Yield the collectives of a step of a sharded model, of which the named layers are recomputed.
-
-    Partial gradients are summed once a step besides this (tp/cost.py).
-    """
-    prefixes = tuple(f"{name}." for name in recomputed_names)
+    """Yield the collectives of a step of a sharded model, without the sums of partial gradients (tp/cost.py)."""
+    prefixes = tuple(f"{name}." for name, form in parallel.checkpointing.forms.items() if form == "full")
+    costs = [(name, getattr(module, "cost", None)) for name, module in parallel.model.named_modules()]
     modules = [
-        (module.cost, int(name.startswith(prefixes)))
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, "cost", None), tp_grid_cost.ModuleSizes)
+        (cost, int(name.startswith(prefixes))) for name, cost in costs if isinstance(cost, tp_grid_cost.ModuleSizes)
     ]
-    return tp_grid_cost.collectives(modules, layout, sizes)
+    return tp_grid_cost.collectives(modules, parallel.layout, sizes)
 
 
 def shard_modules(
@@ -109,7 +100,8 @@ def shard_modules(
     for name in GRID_AXES:
         axes.add(name)
     grid = Grid3D(axes) if layout.tp_kind == "3d" else SummaGrid(axes)
-    return _GridSplitter(model, params, grid, axes.coordinates).apply_roles(roles)
+    splitter = _GridSplitter(model, params, grid, axes.coordinates, roles)
+    return splitter.apply_roles(roles, splitter.actions())
 
 
 def _find_problems(model: nn.Module, roles: dict[str, str], layout: Layout) -> Iterator[str]:
@@ -127,9 +119,8 @@ def _find_problems(model: nn.Module, roles: dict[str, str], layout: Layout) -> I
             yield problem
         elif role == "sequence" and list(module.parameters()) and not _is_norm(module):
             yield f"{name} would need all columns of what it reads ({type(module).__name__}, which is no known norm)"
-    for name in sorted(
-        {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(_divided_params(roles))
-    ):
+    params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for name in sorted(params - set(_divided_params(roles))):
         yield f"no role of the table divides {name}"
     for name, module in model.named_modules():
         if isinstance(module, Dropout) and module.p > 0 and roles.get(name) not in ("sequence", "heads"):
@@ -160,17 +151,19 @@ class _GridSplitter(ModuleSplitter):
     """Splits a model's modules over a grid."""
 
     def __init__(
-        self, model: nn.Module, params: Iterable[LogicalParam], grid: SummaGrid | Grid3D, coordinates: Coordinates
+        self,
+        model: nn.Module,
+        params: Iterable[LogicalParam],
+        grid: SummaGrid | Grid3D,
+        coordinates: Coordinates,
+        roles: dict[str, str],
     ):
         super().__init__(model, params)
         self.grid, self.coordinates = grid, coordinates
         self._region_context: tuple[Any, int, Any] = (None, 0, None)
-
-    def apply_roles(self, roles: dict[str, str]) -> list[LogicalParam]:
         embedding = next(name for name, role in roles.items() if role == "vocabulary")
         self.width = self.params[f"{embedding}.weight"].shape[1]
         self.heads = [name for name, role in roles.items() if role == "heads"]
-        return super().apply_roles(roles)
 
     def actions(self) -> dict[str, SplitAction]:
         residual, region = self.grid.residual, self.grid.region
@@ -200,9 +193,8 @@ class _GridSplitter(ModuleSplitter):
         copies = max(ranks // heads, 1) if heads else 1
         split = DimSplit(axis=target.column_axis.name, dim=0, num_parts=ranks // copies, num_copies=copies)
         partial = (f"{split.axis}/{copies}",) if copies > 1 else ()
-        param = self._set_splits(
-            f"{name}.weight", self.grid.weight_cuts(split, source), (*self.grid.replicated_axes, *partial)
-        )
+        weight_axes = (*self.grid.replicated_axes, *partial)
+        param = self._set_splits(f"{name}.weight", self.grid.weight_cuts(split, source), weight_axes)
         if module.bias is not None:
             self._set_splits(f"{name}.bias", (split,), (target.batch_axis.name, *partial))
         cost = tp_grid_cost.LinearSizes(
@@ -224,7 +216,7 @@ class _GridSplitter(ModuleSplitter):
     def _head(self, name: str, module: Any) -> None:
         rows, columns = self._split_table(name)
         vocab_size, cost = self.params[f"{name}.weight"].shape[0], tp_grid_cost.HeadSizes(rows, columns)
-        self.replace(name, GridHead(module.weight, self.grid.head_matmul(), self.grid.region, vocab_size, cost))
+        self.replace(name, GridHead(module.weight, self.grid, vocab_size, cost))
 
     def _split_table(self, name: str) -> tuple[int, int]:
         """Split a table [vocabulary, width]; return rows and columns of a rank's block."""

@@ -16,8 +16,9 @@ from torch.autograd.function import once_differentiable
 from echelon.kernels.layers.cross_entropy import IGNORE_INDEX
 from echelon.parallel.tp.vocab_cross_entropy import vocab_parallel_cross_entropy
 from echelon.parallel.tp_grid import cost as tp_grid_cost
-from echelon.parallel.tp_grid.grid_activations import ActivationSharding
-from echelon.parallel.tp_grid.grid_linear import GridMatmul, grid_matmul
+from echelon.parallel.tp_grid.grid_linear import grid_matmul
+from echelon.parallel.tp_grid.matmul_3d import Grid3D
+from echelon.parallel.tp_grid.summa import SummaGrid
 
 
 class GridLookup(Protocol):
@@ -48,17 +49,10 @@ class GridEmbedding(nn.Module):
 class GridHead(nn.Module):
     """The language head: hidden states to (loss sum, count) of this rank's sequences."""
 
-    def __init__(
-        self,
-        weight: nn.Parameter,
-        matmul: GridMatmul,
-        sharding: ActivationSharding,
-        vocab_size: int,
-        cost: tp_grid_cost.HeadSizes,
-    ):
+    def __init__(self, weight: nn.Parameter, grid: SummaGrid | Grid3D, vocab_size: int, cost: tp_grid_cost.HeadSizes):
         super().__init__()
-        self.weight, self.matmul, self.sharding = weight, matmul, sharding
-        self.vocab_size, self.cost = vocab_size, cost
+        self.weight, self.vocab_size, self.cost = weight, vocab_size, cost
+        self.matmul, self.sharding = grid.head_matmul(), grid.region
 
     def forward(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the loss; every rank gets all targets."""
