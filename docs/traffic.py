@@ -52,12 +52,6 @@ def tensor_bytes(layout: Layout, seq_len: int) -> float:
     """Return the bytes sent for a microbatch of sequences of this length."""
     (layer, _), *_ = resolve_shape(GRID_MODEL).layers
     width = resolve_shape(GRID_MODEL).width
-    if layout.tp_kind == "1d":
-        each = {width: 4}  # into two regions and out of them, in both passes
-        found: Iterable[Collective] = tp_cost.sequence_parallel_collectives(
-            layout, layout.microbatch, seq_len, SIZE, each, each
-        )
-        return _wire(found, {"tp": layout.tp})
     sizes = tp_cost.TransformerSizes(
         layers=1,
         width=width,
@@ -67,6 +61,10 @@ def tensor_bytes(layout: Layout, seq_len: int) -> float:
         element_bytes=SIZE,
         loss_bytes=LOSS,
     )
+    if layout.tp_kind == "1d":
+        each = {width: 4}  # into two regions and out of them, in both passes
+        found: Iterable[Collective] = tp_cost.sequence_parallel_collectives(sizes, layout, each, each)
+        return _wire(found, {"tp": layout.tp})
     found = tp_grid_cost.collectives([(part, 0) for part in _parts(layer, layout)], layout, sizes)
     grid = tp_cost.grid_shape(layout)
     return _wire(found, {"z": grid.z, "y": grid.y, "x": grid.x})

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from echelon import models
 from echelon.layout import Layout
 from echelon.memory.checkpointing import memory_budget
+from echelon.memory.checkpointing.checkpoint_policy import recomputing_modules
 from echelon.memory.checkpointing.cost import GIB, RecomputedLayers, ineffective_options, recompute_work
 from echelon.memory.checkpointing.memory_budget import MemoryBudget
 from echelon.memory.checkpointing.saved_inputs import InputArena
@@ -278,6 +279,17 @@ def test_an_arena_is_allocated_once_and_reused() -> None:
     assert [found.data_ptr() for found in arena.blocks] == [block]
     engine.step(batch_of(shape, 4, 12))
     assert [found.nbytes for found in arena.blocks] == [3 * 2 * 12 * shape.width * 8]
+
+
+class OldNames(nn.Module):
+    """A user's layer that was written for the attribute's old name."""
+
+    remake = False
+
+
+def test_the_old_name_of_recompute_output_is_refused_with_the_new_one() -> None:
+    with pytest.raises(ValueError, match=r"OldNames has an attribute `remake`, now `recompute_output`; rename it"):
+        list(recomputing_modules(nn.Sequential(nn.Linear(2, 2), OldNames())))
 
 
 def test_ineffective_memory_options_are_refused() -> None:

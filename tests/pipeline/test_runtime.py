@@ -83,6 +83,14 @@ def test_a_stage_that_raises_ends_the_job_with_its_traceback(pool):
     assert caught.value.rank == 1
 
 
+def test_the_old_name_of_pipeline_model_is_refused_with_the_new_one() -> None:
+    class OldModel(nn.Linear):
+        def chain(self) -> None: ...
+
+    with pytest.raises(ValueError, match=r"OldModel has a method `chain\(\)`, which is now `pipeline_model\(\)`"):
+        get_pipeline_model(OldModel(2, 2))
+
+
 def test_a_model_without_pipeline_layers_is_refused():
     with pytest.raises(ValueError, match=r"requires a method `pipeline_model\(\)` of Linear.*or use pp=1"):
         get_pipeline_model(nn.Linear(2, 2))

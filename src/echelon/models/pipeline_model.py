@@ -70,6 +70,8 @@ class PipelineModel:
 def get_pipeline_model(model: nn.Module) -> PipelineModel:
     """The pipeline model that the module's `pipeline_model()` returns, after checking it."""
     make = getattr(model, "pipeline_model", None)
+    if make is None and callable(getattr(model, "chain", None)):
+        raise ValueError(f"{type(model).__name__} has a method `chain()`, which is now `pipeline_model()`; rename it")
     if make is None:
         raise ValueError(
             f"pp > 1 requires a method `pipeline_model()` of {type(model).__name__} that returns "

@@ -203,11 +203,12 @@ def _update_group(update: _PendingUpdate, lr: float, factor: Tensor, ready: Copy
     group.grad = gradient
     update.read_handle.wait()
     update.optimizer.step(lr, factor, TRUE)
-    group.run_after_update_hooks()
+    for hook in group.after_update_hooks:
+        hook()
     del group.grad
     if update.buffer is not None:
         group.host.grad_buffers.release(update.buffer)
-    group.publish_params(ready)
+    group.params.publish(group.states.master, ready)
     if group.host.disk is not None:
         update.write_handle = group.host.disk.writer.submit(f"writing {group.name}", group.states.save)
 

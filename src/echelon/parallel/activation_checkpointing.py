@@ -27,24 +27,17 @@ if TYPE_CHECKING:
     from echelon.parallel.transform_context import TransformContext
 
 
-class PartitionedActivations:
+def save_partitioned(axis: MeshAxis, tensor: Tensor) -> SavedInput:
     """Save a slice per rank of a tensor that all ranks of `axis` hold."""
+    size, shape = partition_numel(tensor.numel(), axis.size), tensor.shape
+    local = tensor.reshape(-1)[axis.index * size : (axis.index + 1) * size]
+    saved = tensor.new_zeros(size)
+    saved[: len(local)].copy_(local)
 
-    def __init__(self, axis: MeshAxis):
-        self.axis = axis
+    def restore(saved: Tensor) -> Tensor:
+        return axis.all_gather(saved).view(-1)[: shape.numel()].view(shape)
 
-    def __call__(self, tensor: Tensor) -> SavedInput:
-        size = partition_numel(tensor.numel(), self.axis.size)
-        flat, start = tensor.reshape(-1), self.axis.index * size
-        saved = flat.new_zeros(size)
-        local = flat[start : start + size]
-        saved[: len(local)].copy_(local)
-        shape = tensor.shape
-
-        def restore(saved: Tensor) -> Tensor:
-            return self.axis.all_gather(saved).view(-1)[: shape.numel()].view(shape)
-
-        return saved, restore
+    return saved, restore
 
 
 def apply_checkpointing(context: TransformContext) -> None:
@@ -93,7 +86,7 @@ def _save_input(context: TransformContext, stages: Sequence[StageLayers]) -> Sav
     for key in ("partition", "arena"):
         if getattr(options, key) and (reason := reasons.get(key)):
             raise ValueError(f"memory.{key} has no effect with {reason}; leave it out")
-    save: SaveInput = PartitionedActivations(context.axes["tp"]) if options.partition else save_as_is
+    save: SaveInput = partial(save_partitioned, context.axes["tp"]) if options.partition else save_as_is
     if not options.arena:
         return save
     lengths = (segment_length(layout.recompute, layers=len(s.names), in_flight=s.in_flight) for s in stages)

@@ -19,7 +19,7 @@ from echelon.parallel.parallel_model import ParallelModel
 from echelon.parallel.parallel_options import ParallelOptions
 from echelon.parallel.stage_modules import StageModules, keep_stage_modules
 from echelon.parallel.tp_strategy import tp_strategy
-from echelon.parallel.transform_context import begin_transforms
+from echelon.parallel.transform_context import TransformContext
 
 
 def apply(
@@ -33,7 +33,9 @@ def apply(
 
     The engine calls it once, with the modules of each pipeline stage where the layout has pp.
     """
-    context = begin_transforms(model, layout, options, stage_modules, recorder)
+    context = TransformContext(
+        model=model, layout=layout, options=options, stage_modules=stage_modules, recorder=recorder
+    )
     mark_fp32_params(context)  # keep_fp32: which parameters stay float32
     tp_strategy(layout).apply_tensor_parallel(context)  # tp, sp, tensor grids
     apply_context_parallel(context)  # cp

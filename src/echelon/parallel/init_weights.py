@@ -16,23 +16,21 @@ from torch import Tensor, nn
 
 from echelon import rng
 from echelon.layout.placement import Piece
+from echelon.parallel.parallel_options import ParallelOptions
 
 RNG_CHUNK = 1 << 22
 """elements drawn at a time"""
 
 
-def initial_values(
-    model: nn.Module, *, device: torch.device, dtype: torch.dtype, seed: int
-) -> Callable[[Piece], Tensor]:
+def initial_values(model: nn.Module, options: ParallelOptions) -> Callable[[Piece], Tensor]:
     """Return a function from a piece to its initial values."""
+    # Master weights in 16 bits are rounded from the same values that float32 ones would hold.
+    device, dtype = options.device, torch.promote_types(options.master_dtype, torch.float32)
     given = {name: parameter.detach() for name, parameter in model.named_parameters() if not parameter.is_meta}
     recipe: Any = getattr(model, "initial", None)
     stored: Mapping[str, Any] = getattr(model, "weight_source", None) or {}
-    missing = [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.is_meta and recipe is None and name not in stored
-    ]
+    on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    missing = [name for name in on_meta if recipe is None and name not in stored]
     if missing:
         raise ValueError(
             f"parameters on the meta device need a method `initial(name)` ({type(model).__name__}: {missing[0]}, ...)"
@@ -54,7 +52,7 @@ def initial_values(
             for first in range(start, stop, RNG_CHUNK):
                 last = min(first + RNG_CHUNK, stop)
                 index = rng.logical_index(param.local_shape, window, first, last, device)
-                out[first - piece.start : last - piece.start] = init.values(seed, param.name, index, dtype)
+                out[first - piece.start : last - piece.start] = init.values(options.seed, param.name, index, dtype)
         return out
 
     return values
@@ -110,9 +108,7 @@ def move_buffers(
             target = torch.promote_types(dtype, torch.float32) if keeps_fp32 else dtype
             target = target if buffer.is_floating_point() else buffer.dtype
             if buffer.is_meta:
-                zeros = torch.zeros(buffer.shape, dtype=target, device=device)
-                if name == "running_var":
-                    zeros.fill_(1.0)
-                setattr(module, name, zeros)
+                value = 1.0 if name == "running_var" else 0.0
+                setattr(module, name, torch.full(buffer.shape, value, dtype=target, device=device))
             else:
                 setattr(module, name, buffer.to(device, target))

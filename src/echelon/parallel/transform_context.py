@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from echelon import rng
@@ -35,14 +34,15 @@ class TransformContext:
     model: nn.Module
     layout: Layout
     options: ParallelOptions
-    axes: MeshAxes
-    policy: ShardingPolicy
-    rng_stream: rng.RandomStream
-    params: list[LogicalParam]
-    """how each logical parameter is split; transforms replace it"""
-    initial_values: Callable[[Piece], Tensor]
-    stage_modules: StageModules | None = None
+    stage_modules: StageModules | None
     """the modules of each pp rank; None without a pipeline"""
+    recorder: InitVar[FlightRecorder | None]
+    axes: MeshAxes = field(init=False)
+    policy: ShardingPolicy = field(init=False)
+    rng_stream: rng.RandomStream = field(init=False)
+    params: list[LogicalParam] = field(init=False)
+    """how each logical parameter is split; transforms replace it"""
+    initial_values: Callable[[Piece], Tensor] = field(init=False)
     tp_boundary: RegionBoundary | None = None
     cp_context: ContextParallel | None = None
     has_expert_params: bool = False
@@ -51,6 +51,27 @@ class TransformContext:
     placement: Placement = field(init=False)
     offload: StateOffload = field(init=False)
     sharded_model: ShardedModel = field(init=False)
+
+    def __post_init__(self, recorder: FlightRecorder | None) -> None:
+        """Create the mesh axes and read the model's parameters, before any transform changes the model."""
+        layout, options = self.layout, self.options
+        self.initial_values = initial_values(self.model, options)
+        self.params = logical_params(self.model)
+        self.rng_stream = rng.RandomStream(options.seed)
+        rng.attach_stream(self.model, self.rng_stream)
+        self.policy = sharding_policy(
+            layout,
+            reshard_after_forward=options.reshard_after_forward,
+            prefetch=options.prefetch,
+            user_loop=options.user_loop,
+        )
+        self.axes = MeshAxes(
+            Mesh(layout, options.rank_order),
+            world_rank(),
+            mesh_axis_names(self.policy, "*".join(token_axes(layout))),
+            drop_collective=options.drop_collective,
+            recorder=recorder,
+        )
 
     @property
     def token_axis(self) -> MeshAxis:
@@ -61,46 +82,6 @@ class TransformContext:
         """Create the axes over which partial gradients are summed, in one order on all ranks."""
         for name in sorted({axis for param in self.params for axis in param.partial_grad_axes}):
             self.axes.add(name)
-
-
-def begin_transforms(
-    model: nn.Module,
-    layout: Layout,
-    options: ParallelOptions,
-    stage_modules: StageModules | None,
-    recorder: FlightRecorder | None,
-) -> TransformContext:
-    """Create the mesh axes and read the model's parameters, before any transform changes the model."""
-    stream = rng.RandomStream(options.seed)
-    # Master weights in 16 bits are rounded from the same values that float32 ones would hold.
-    exact = torch.promote_types(options.master_dtype, torch.float32)
-    values = initial_values(model, device=options.device, dtype=exact, seed=options.seed)
-    params = logical_params(model)
-    rng.attach_stream(model, stream)
-    policy = sharding_policy(
-        layout,
-        reshard_after_forward=options.reshard_after_forward,
-        prefetch=options.prefetch,
-        user_loop=options.user_loop,
-    )
-    axes = MeshAxes(
-        Mesh(layout, options.rank_order),
-        world_rank(),
-        mesh_axis_names(policy, "*".join(token_axes(layout))),
-        drop_collective=options.drop_collective,
-        recorder=recorder,
-    )
-    return TransformContext(
-        model=model,
-        layout=layout,
-        options=options,
-        axes=axes,
-        policy=policy,
-        rng_stream=stream,
-        params=params,
-        initial_values=values,
-        stage_modules=stage_modules,
-    )
 
 
 def logical_params(model: nn.Module) -> list[LogicalParam]:

@@ -25,14 +25,8 @@ from torch import Tensor, nn
 
 from echelon import compat
 from echelon.kernels import dispatch
-from echelon.kernels.gemm.fp8_cast import (
-    GEMM_ALIGNMENT,
-    Fp8Matrix,
-    cast_to_fp8,
-    column_amax,
-    inverse_scale_of,
-    row_amax,
-)
+from echelon.kernels.gemm import fp8_cast
+from echelon.kernels.gemm.fp8_cast import Fp8Matrix, cast_to_fp8, inverse_scale_of
 from echelon.kernels.gemm.fused_linear import ComputeGradient, GradBufferLike, SavedTensors, project
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -56,7 +50,7 @@ class PerTensorFp8:
     # -- LinearGemms (kernels/gemm/fused_linear.py) -------------------------------------------------------------------
 
     def supports(self, weight: Tensor) -> bool:
-        return weight.dtype == torch.bfloat16 and all(size % GEMM_ALIGNMENT == 0 for size in weight.shape)
+        return weight.dtype == torch.bfloat16 and all(size % fp8_cast.GEMM_ALIGNMENT == 0 for size in weight.shape)
 
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, grad_buffer: GradBufferLike, *, recomputed: bool
@@ -65,22 +59,22 @@ class PerTensorFp8:
         rows, columns = cast_to_fp8(x, E4M3, row_inverse=by_row, column_inverse=None if recomputed else by_column)
         assert rows is not None
         y = _scaled_gemm(rows, self._weight_rows(weight, grad_buffer), x.dtype)
-        saved: SavedTensors = (
-            (columns.values, columns.inverse_scale) if columns is not None else self._saved_beside_recomputed(by_column)
-        )
+        saved = self._saved_for_recomputed(by_column) if columns is None else (columns.values, columns.inverse_scale)
         return y if bias is None else y.add_(bias), saved
 
     def save_recomputed(self, x: Tensor, saved: SavedTensors) -> SavedTensors:
-        columns = cast_to_fp8(x, E4M3, column_inverse=saved[0] if saved else self._compute_inverse_scales(x, E4M3)[1])[
-            1
-        ]
+        by_column = saved[0] if saved else self._compute_inverse_scales(x, E4M3)[1]
+        _, columns = cast_to_fp8(x, E4M3, column_inverse=by_column)
         assert columns is not None
         return columns.values, columns.inverse_scale
 
     def backward(
         self, dy: Tensor, weight: Tensor, grad_buffer: GradBufferLike, needs_input: bool
     ) -> tuple[Tensor | None, Callable[[SavedTensors], ComputeGradient]]:
-        rows, columns = self._cast_both(dy, self.gradient_dtype)
+        by_row, by_column = self._compute_inverse_scales(dy, self.gradient_dtype)
+        rows, columns = cast_to_fp8(dy, self.gradient_dtype, row_inverse=by_row, column_inverse=by_column)
+        assert rows is not None
+        assert columns is not None
         dx = _scaled_gemm(rows, self._weight_columns(weight, grad_buffer), dy.dtype) if needs_input else None
 
         def weight_gradient(saved: SavedTensors) -> ComputeGradient:
@@ -112,20 +106,13 @@ class PerTensorFp8:
             self._inverse_scales = self._compute_inverse_scales(weight, E4M3)
         return self._inverse_scales
 
-    def _cast_both(self, x: Tensor, dtype: torch.dtype) -> tuple[Fp8Matrix, Fp8Matrix]:
-        by_row, by_column = self._compute_inverse_scales(x, dtype)
-        rows, columns = cast_to_fp8(x, dtype, row_inverse=by_row, column_inverse=by_column)
-        assert rows is not None
-        assert columns is not None
-        return rows, columns
-
     def _compute_inverse_scales(self, x: Tensor, dtype: torch.dtype, columns: bool = True) -> tuple[Tensor, Tensor]:
         """Return the inverse scales of x and of its transpose; without `columns` the second is not needed."""
-        inverse = inverse_scale_of(row_amax(x).amax(), dtype)
+        inverse = inverse_scale_of(fp8_cast.row_amax(x).amax(), dtype)
         return inverse, inverse
 
-    def _saved_beside_recomputed(self, by_column: Tensor) -> SavedTensors:
-        """Return what to save beside a recomputed x: its scale, which saves a second pass for the maximum."""
+    def _saved_for_recomputed(self, by_column: Tensor) -> SavedTensors:
+        """Return what to save of an x that is recomputed: its scale, which saves a second pass for the maximum."""
         return (by_column,)
 
 
@@ -135,10 +122,10 @@ class RowwiseFp8(PerTensorFp8):
     gradient_dtype = E4M3
 
     def _compute_inverse_scales(self, x: Tensor, dtype: torch.dtype, columns: bool = True) -> tuple[Tensor, Tensor]:
-        by_row = inverse_scale_of(row_amax(x), dtype)[:, None]
-        return by_row, inverse_scale_of(column_amax(x), dtype)[:, None] if columns else by_row
+        by_row = inverse_scale_of(fp8_cast.row_amax(x), dtype)[:, None]
+        return by_row, inverse_scale_of(fp8_cast.column_amax(x), dtype)[:, None] if columns else by_row
 
-    def _saved_beside_recomputed(self, by_column: Tensor) -> SavedTensors:
+    def _saved_for_recomputed(self, by_column: Tensor) -> SavedTensors:
         return ()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +34,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class RankReport:
-    """The errors that one rank differences, and the elements that it owns."""
+    """The errors that one rank finds, and the elements that it owns."""
 
     differences: tuple[Difference, ...]
     owned_elements: dict[str, int]
@@ -57,54 +57,46 @@ def run_and_compare(case: VerifyCase, layout_text: str, leave_out: str, truth: P
     differences: list[Difference] = []
     asynchronous = layout.schedule in ASYNC_SCHEDULES
     with safe_open(truth, framework="pt") as record:
-        for step in range(case.steps if asynchronous else 0):
-            differences += _scalar_differences(step, engine.step(case.batch(step, layout.batch)), record, ("loss",))
-        if asynchronous:
-            engine.drain()
-            differences += _piece_differences(case.steps - 1, engine, record, "parameter")
-        for step in range(0 if asynchronous else case.steps):
+        for step in range(case.steps):
             result = engine.step(case.batch(step, layout.batch))
+            differences += _scalar_differences(step, result, record, ("loss",) if asynchronous else ("loss", "norm"))
+            if asynchronous:
+                continue
             clipped = float(clip_factor(torch.tensor(result.norm, dtype=torch.float64), case.clip))
-            differences += _scalar_differences(step, result, record, ("loss", "norm"))
             # Undo clipping by the layout's own norm: the norm is compared on its own.
             differences += _piece_differences(step, engine, record, "gradient", scale=1.0 / clipped)
             differences += _piece_differences(step, engine, record, "parameter")
             for name, buffer in engine.model.named_buffers():
                 full = record.get_tensor(f"{step}/buffer/{name}")
                 differences.append(Difference(step, "buffer", name, relative_error(buffer.double(), full, full)))
+        if asynchronous:
+            engine.drain()
+            differences += _piece_differences(case.steps - 1, engine, record, "parameter")
+    pieces = [piece for _, piece in engine.parallel.sharded_model.pieces()]
     owned = {
         piece.param.name: sum(stop - start for start, stop in piece.unpadded_runs())
+        for piece in pieces
         if piece.is_owner and piece.is_first_replica
-        else 0
-        for _, piece in engine.parallel.sharded_model.pieces()
     }
-    entries = engine.parallel.placement.params
-    sizes = {name: torch.Size(entry.shape).numel() for name, entry in entries.items()}
+    sizes = {name: torch.Size(param.shape).numel() for name, param in engine.parallel.placement.params.items()}
     return RankReport(tuple(differences), owned, sizes, engine.param_names, engine.parallel.axes.dropped_any)
 
 
-def _piece_differences(step: int, engine: Engine, record: safe_open, kind: str, scale: float = 1.0) -> list[Difference]:
-    differences = []
-    for unit, piece in engine.parallel.sharded_model.pieces():
+def _piece_differences(
+    step: int, engine: Engine, record: safe_open, kind: str, scale: float = 1.0
+) -> Iterator[Difference]:
+    for group, piece in engine.parallel.sharded_model.pieces():
         if kind == "parameter" or piece.param.trainable:
-            values = unit.master.values() if kind == "parameter" else unit.grad
-            local = engine.parallel.sharded_model.piece_view(values, piece) * scale
-            full = record.get_tensor(f"{step}/{kind}/{piece.param.name}")
-            differences.append(
-                Difference(step, kind, piece.param.name, relative_error(local, expected_piece(full, piece), full))
-            )
-    return differences
+            values = group.master.values() if kind == "parameter" else group.grad
+            local, name = engine.parallel.sharded_model.piece_view(values, piece) * scale, piece.param.name
+            full = record.get_tensor(f"{step}/{kind}/{name}")
+            yield Difference(step, kind, name, relative_error(local, expected_piece(full, piece), full))
 
 
-def _scalar_differences(step: int, result: StepResult, record: safe_open, kinds: Sequence[str]) -> list[Difference]:
-    differences = []
+def _scalar_differences(step: int, result: StepResult, record: safe_open, kinds: Sequence[str]) -> Iterator[Difference]:
     for kind in kinds:
-        value = getattr(result, kind)
-        truth = record.get_tensor(f"{step}/{kind}")
-        differences.append(
-            Difference(step, kind, "", relative_error(torch.tensor(value, dtype=torch.float64), truth, truth))
-        )
-    return differences
+        value, truth = torch.tensor(getattr(result, kind), dtype=torch.float64), record.get_tensor(f"{step}/{kind}")
+        yield Difference(step, kind, "", relative_error(value, truth, truth))
 
 
 def expected_piece(full_tensor: Tensor, piece: Piece) -> Tensor:

@@ -41,9 +41,10 @@ def version_of(schedule: str, stage: int, stages: int, microbatch: int, per_upda
     return max(0, microbatch // per_update - 1)
 
 
-def write_emulation(case: VerifyCase, layout_text: str, num_sequences: int, path: Path) -> None:
+def write_emulation(case: VerifyCase, layout_text: str, path: Path) -> None:
     """Run the rule of a layout's schedule, and write each step's loss and the final weights."""
     layout = Layout.parse(layout_text)
+    num_sequences = layout.batch
     per_update = layout.accumulate if layout.schedule == "2bw" else 1
     model = case.build("cpu")
     stream = rng.RandomStream(case.seed)
@@ -97,10 +98,8 @@ def apply_update(
         return
     for name, parameter in trainable.items():
         parameter.grad = gradients[name] / count
-    for stage in set(stage_of.values()):
-        if clip:
-            mine = [p for name, p in trainable.items() if stage_of[name] == stage]
-            torch.nn.utils.clip_grad_norm_(mine, clip)
+    for stage in set(stage_of.values()) if clip else ():
+        torch.nn.utils.clip_grad_norm_([p for name, p in trainable.items() if stage_of[name] == stage], clip)
     optimizer.step()
 
 

@@ -27,9 +27,8 @@ def write_truth(case: VerifyCase, num_sequences: int, accumulate: int, path: Pat
     stream = rng.RandomStream(case.seed)
     rng.attach_stream(model, stream)
     model.train()
-    optimizer = build_torch_optimizer(
-        case.optimizer, {name: p for name, p in model.named_parameters() if p.requires_grad}
-    )
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = build_torch_optimizer(case.optimizer, trainable)
     record: dict[str, Tensor] = {}
     size = num_sequences // accumulate
     for step in range(case.steps):
@@ -38,21 +37,18 @@ def write_truth(case: VerifyCase, num_sequences: int, accumulate: int, path: Pat
         loss, count = 0.0, 0
         for start in range(0, num_sequences, size):
             stream.samples = torch.arange(start, start + size) + step * num_sequences
-            total, valid = check_loss_output(
-                model(**{key: value[start : start + size] for key, value in batch.items()})
-            )
+            inputs = {key: value[start : start + size] for key, value in batch.items()}
+            total, valid = check_loss_output(model(**inputs))
             if total.requires_grad:
                 total.backward()
             loss, count = loss + total.item(), count + int(valid)
-        for p in model.parameters():
-            if p.requires_grad and p.grad is None:  # unused in this step: a gradient of zero, in every layout alike
-                p.grad = torch.zeros_like(p)
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        for gradient in gradients:
-            gradient.div_(max(count, 1))
-        norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in gradients])) if gradients else torch.zeros(())
+        for p in trainable.values():
+            # Unused in this step: a gradient of zero, in every layout alike.
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad.div_(max(count, 1))
         # Before clipping: one wrong gradient makes the norm wrong, and clipping would spread it to all of them.
-        before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        before = {name: p.grad.clone() for name, p in trainable.items() if p.grad is not None}
+        norms = [gradient.norm() for gradient in before.values()]
+        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
         if case.clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         if count:

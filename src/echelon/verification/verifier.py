@@ -7,6 +7,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from echelon.verification.truth import write_truth
 from echelon.verification.verify_case import VerifyCase
 from echelon.verification.verify_request import check_leave_out, default_layouts, make_case, parse_layouts
 
-TOLERANCE = 1e-10
+TOLERANCE, TIMEOUT = 1e-10, 120.0
 PRELOAD = ("echelon.verification.compare", "echelon.verification.truth")
 """modules that every rank needs, imported once before the pool forks"""
 
@@ -96,9 +97,7 @@ def verify(
     check_leave_out(leave_out)
     case = make_case(model, batch, **case_options)
     layouts_to_run = parse_layouts(default_layouts(case) if layouts is None else layouts, case)
-    if pool is not None:
-        return Verifier(pool, case, leave_out).report(layouts_to_run, progress)
-    with RankPool(preload=PRELOAD) as ranks:
+    with RankPool(preload=PRELOAD) if pool is None else nullcontext(pool) as ranks:
         return Verifier(ranks, case, leave_out).report(layouts_to_run, progress)
 
 
@@ -126,52 +125,43 @@ class Verifier:
         return Report(verdicts=tuple(verdicts))
 
     def verify_layout(self, layout: Layout) -> LayoutVerdict:
-        started, asked, layout = time.perf_counter(), str(layout), with_two_sequences(layout)
+        started, name, layout = time.perf_counter(), str(layout), with_two_sequences(layout)
+        differences: list[Difference] = []
+        trouble = ""
         try:
             differences = self._differences(layout)
         except RankError as error:
-            seconds = time.perf_counter() - started
-            return LayoutVerdict(
-                layout=asked,
-                passed=False,
-                max_error=float("inf"),
-                first_difference=None,
-                axis="",
-                seconds=seconds,
-                trouble=str(error),
-            )
-        wrong = [d for d in differences if d.error > TOLERANCE]
+            trouble = str(error)
+        wrong = [difference for difference in differences if difference.error > TOLERANCE]
         return LayoutVerdict(
-            layout=asked,
-            passed=not wrong,
-            max_error=max(d.error for d in differences),
+            layout=name,
+            passed=not wrong and not trouble,
+            max_error=float("inf") if trouble else max(difference.error for difference in differences),
             first_difference=wrong[0] if wrong else None,
             axis=self._find_wrong_axis(layout) if wrong else "",
             seconds=time.perf_counter() - started,
+            trouble=trouble,
         )
 
     def _differences(self, layout: Layout) -> list[Difference]:
-        case, truth = self._case_for(layout), self._truth_file(layout)
-        reports: list[RankReport] = self.pool.run(
-            run_and_compare, layout.world, case, str(layout), self.leave_out, truth, timeout=120.0
-        )
+        arguments = (self._case_for(layout), str(layout), self.leave_out, self._truth_file(layout))
+        reports: list[RankReport] = self.pool.run(run_and_compare, layout.world, *arguments, timeout=TIMEOUT)
         self._collective_skipped |= any(report.collective_skipped for report in reports)
-        found: dict[tuple[int, str, str], Difference] = {}
-        for report in reports:
-            for difference in report.differences:
-                key = (difference.step, difference.kind, difference.name)
-                if key not in found or difference.error > found[key].error:
-                    found[key] = difference
+        largest: dict[tuple[int, str, str], Difference] = {}
+        for difference in (difference for report in reports for difference in report.differences):
+            key = (difference.step, difference.kind, difference.name)
+            if key not in largest or difference.error > largest[key].error:
+                largest[key] = difference
         sizes = {name: size for report in reports for name, size in report.parameter_elements.items()}
-        for name in reports[0].parameter_names:
+        order = {name: index for index, name in enumerate(reports[0].parameter_names)}
+        for name in order:
             owned = sum(report.owned_elements.get(name, 0) for report in reports)
             if owned != sizes.get(name):
                 wrong = f"{name} has {sizes.get(name, 0)} elements and {owned} are owned: the placement is wrong"
                 raise RankError(wrong, rank=0, reason=wrong)
         # Causes first: a wrong gradient makes the update wrong, and a parameter tells more than a norm.
         kinds = ("gradient", "parameter", "buffer", "norm", "loss")
-        order = {name: index for index, name in enumerate(reports[0].parameter_names)}
-        return sorted(found.values(), key=lambda d: (d.step, kinds.index(d.kind), order.get(d.name, 0)))
+        return sorted(largest.values(), key=lambda d: (d.step, kinds.index(d.kind), order.get(d.name, 0)))
 
     def _case_for(self, layout: Layout) -> VerifyCase:
         """The case with about as many updates for every schedule: rounding errors grow with each of them."""
@@ -185,11 +175,9 @@ class Verifier:
         if key not in self._truth_files:
             path = self._folder / f"{'-'.join(map(str, key))}.safetensors"
             if rule:
-                self.pool.run(
-                    write_emulation, 1, self._case_for(layout), str(layout), layout.batch, path, timeout=120.0
-                )
+                self.pool.run(write_emulation, 1, self._case_for(layout), str(layout), path, timeout=TIMEOUT)
             else:
-                self.pool.run(write_truth, 1, self.case, layout.batch, layout.accumulate, path, timeout=120.0)
+                self.pool.run(write_truth, 1, self.case, layout.batch, layout.accumulate, path, timeout=TIMEOUT)
             self._truth_files[key] = path
         return self._truth_files[key]
 
@@ -216,11 +204,8 @@ class Verifier:
             "replica": only("dp", dp=replicas, shard=replicas, zero=0),
         }
         names = {axis: part for axis, part in alone.items() if part.world > 1}
-        if len(names) == 1:
-            wrong_axes = list(names)
-        else:
-            wrong_axes = [axis for axis, part in names.items() if self._fails(part)] or list(names)
-        hybrid = 1 < layout.num_shards < layout.dp
+        failing = [axis for axis, part in names.items() if self._fails(part)] if len(names) > 1 else []
+        hybrid, wrong_axes = 1 < layout.num_shards < layout.dp, failing or names
         return " x ".join(axis if hybrid or axis in ("tp", "cp", "pp", "ep") else "dp" for axis in wrong_axes)
 
     def _fails(self, layout: Layout) -> bool:

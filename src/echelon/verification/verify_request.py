@@ -132,6 +132,5 @@ def check_leave_out(text: str) -> None:
             f"AXIS:COLLECTIVE, an axis of {', '.join(AXES)}, a product (shard*tp), tp/2 or pp[0+1] and a collective of "
             f"{', '.join(COLLECTIVES)}"
         )
-        raise ValidationError(
-            [ValidationIssue(key="leave-out", value=text, message="is no collective of a run", legal=legal)]
-        )
+        issue = ValidationIssue(key="leave-out", value=text, message="is no collective of a run", legal=legal)
+        raise ValidationError([issue])

@@ -171,7 +171,11 @@ class RecomputePolicy:
 
 def recomputing_modules(module: nn.Module) -> Iterator[Any]:
     """Yield the modules that know how to recompute their output."""
-    return (part for part in module.modules() if isinstance(getattr(part, "recompute_output", None), bool))
+    for part in module.modules():
+        if isinstance(getattr(part, "remake", None), bool):
+            raise ValueError(f"{type(part).__name__} has an attribute `remake`, now `recompute_output`; rename it")
+        if isinstance(getattr(part, "recompute_output", None), bool):
+            yield part
 
 
 def _layer_lists(names: Sequence[str]) -> list[list[str]]:

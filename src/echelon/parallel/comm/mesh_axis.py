@@ -242,7 +242,6 @@ class MeshAxes:
         _live.add(self)
 
     def release(self) -> None:
-        """Release the process groups."""
         self._process_groups.clear()
         for axis in self._axes.values():
             axis.group = axis.make_group = None

@@ -102,13 +102,7 @@ def state_bytes(
         totals["versions"] += (num_versions - 1) * full_numel * compute
     trainable = sum(group.shard_numel for group in groups)
     if not all(param.trainable for group in groups for param in group.params):
-        trainable = _trainable_numel(groups)
+        ranges = ([r for group in groups for r in group.decay_ranges(shard)] for shard in range(groups[0].num_shards))
+        trainable = max(sum(stop - start for start, stop in of_shard) for of_shard in ranges)
     totals["optimizer"] = round(moments * trainable * (master_bytes if moment_bytes is None else moment_bytes))
     return totals
-
-
-def _trainable_numel(groups: Sequence[ParamGroupSpec]) -> int:
-    return max(
-        sum(stop - start for group in groups for start, stop in group.decay_ranges(shard))
-        for shard in range(groups[0].num_shards)
-    )

@@ -42,7 +42,6 @@ class ParamGradHook:
         return type(None), ()
 
     def attach(self, parameter: nn.Parameter) -> None:
-        """Attach the hook to a parameter."""
         parameter.grad_hook = self  # type: ignore[attr-defined]
         parameter.register_post_accumulate_grad_hook(self._on_autograd_grad)
 

@@ -40,7 +40,6 @@ class UnsplitMasterWeights:
         return destination.copy_(self.tensor)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return the stored tensors."""
         return (self.tensor,)
 
 
@@ -64,7 +63,6 @@ class SplitMasterWeights:
         return self.high
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return the stored tensors."""
         return self.high, self.low
 
 

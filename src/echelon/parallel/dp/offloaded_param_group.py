@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from echelon.memory.offload.host_transfer import CopyEvent
 from echelon.memory.offload.host_worker import FINISHED, JobHandle
 from echelon.parallel.dp.master_weights import FULL_SHARD, UnsplitMasterWeights
 from echelon.parallel.dp.offload_host import OffloadHost
@@ -160,13 +159,3 @@ class OffloadedParamGroup:
     def add_grad(self, grad: Tensor) -> None:
         """Copy a microbatch's gradient to the host, to be added to the sum."""
         self.grads.add(grad, before_first=self.update_turn.wait)
-
-    # -- for the worker -----------------------------------------------------------------------------------------------
-
-    def run_after_update_hooks(self) -> None:
-        for hook in self.after_update_hooks:
-            hook()
-
-    def publish_params(self, after: CopyEvent) -> None:
-        """Derive the parameters from the updated master weights."""
-        self.params.publish(self.states.master, after)

@@ -161,7 +161,7 @@ def collectives(
     # leaving is the reverse.
     if layout.sp:
         gathered, scattered = enter + leave + reenter, leave + enter + releave
-        yield from sequence_parallel_collectives(layout, t.batch, t.seq_len, t.element_bytes, gathered, scattered)
+        yield from sequence_parallel_collectives(t, layout, gathered, scattered)
     else:
         for elements, count in (leave + enter + releave).items():
             size = t.batch * t.seq_len * elements * t.element_bytes
@@ -179,18 +179,13 @@ def _region_inputs(t: TransformerSizes, attentions: int, mlps: int) -> Counter[i
 
 
 def sequence_parallel_collectives(
-    layout: Layout,
-    batch: int,
-    seq_len: int,
-    element_bytes: int,
-    gathered: Mapping[int, int],
-    scattered: Mapping[int, int],
+    t: TransformerSizes, layout: Layout, gathered: Mapping[int, int], scattered: Mapping[int, int]
 ) -> Iterable[Collective]:
     """Yield a step's all-gathers and reduce-scatters of activations, from counts per microbatch by elements a token."""
-    tokens = batch * -(-seq_len // layout.tp) * layout.tp
+    tokens = t.batch * -(-t.seq_len // layout.tp) * layout.tp
     for op, counts in (("all_gather", gathered), ("reduce_scatter", scattered)):
         for elements, count in counts.items():
-            size = tokens * elements * element_bytes
+            size = tokens * elements * t.element_bytes
             yield Collective(op=op, axis="tp", bytes=size, count=count * layout.accumulate, purpose="activations")
 
 
