@@ -176,5 +176,5 @@ def test_the_worker_sets_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     link, unit = HostLink(torch.device("cpu")), engine_away("dp=1").parallel.sharded_model.param_groups[0].spec
     link.on_gpu, link.device = True, torch.device("cuda", 1)
-    OffloadHost.create(link, [unit], ParallelOptions(), "optimizer").worker.stop()
+    OffloadHost(link, [unit], ParallelOptions(), "optimizer").worker.stop()
     assert found == [("echelon-host", torch.device("cuda", 1))]

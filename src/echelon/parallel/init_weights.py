@@ -8,7 +8,7 @@ unsharded.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -40,9 +40,7 @@ def initial_values(model: nn.Module, options: ParallelOptions) -> Callable[[Piec
         param = piece.param
         if param.name in given:
             local = given[param.name][tuple(slice(low, high) for low, high in piece.box)]
-            padded = local.new_zeros(param.local_shape)
-            padded[tuple(slice(0, size) for size in local.shape)] = local
-            return padded.reshape(-1)[piece.start : piece.stop]
+            return _padded(local, param.local_shape)[piece.start : piece.stop]
         if param.name in stored:
             return _read_piece(stored[param.name], piece).to(device, dtype)
         out = torch.zeros(piece.stop - piece.start, dtype=dtype, device=device)
@@ -56,6 +54,13 @@ def initial_values(model: nn.Module, options: ParallelOptions) -> Callable[[Piec
         return out
 
     return values
+
+
+def _padded(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return x in a larger shape, padded with zeros, flat."""
+    padded = x.new_zeros(tuple(shape))
+    padded[tuple(slice(0, size) for size in x.shape)] = x
+    return padded.reshape(-1)
 
 
 def _read_piece(stored: Any, piece: Piece) -> Tensor:
@@ -86,10 +91,7 @@ def _read_piece(stored: Any, piece: Piece) -> Tensor:
             return [torch.zeros(math.prod(shape))]  # padding
         index_slices = [slice(begin + index, begin + index + 1) for index, (begin, _) in zip(at, box, strict=False)]
         part: Tensor = stored[(*index_slices, slice(*ends), *(slice(*others) for others in box[len(at) + 1 :]))]
-        part = part.reshape(part.shape[len(at) :])
-        padded = part.new_zeros(shape)
-        padded[tuple(slice(0, size) for size in part.shape)] = part
-        return [padded.reshape(-1)]
+        return [_padded(part.reshape(part.shape[len(at) :]), shape)]
 
     parts = interval(piece.start, piece.stop, ())
     return torch.cat(parts) if parts else torch.zeros(0)

@@ -54,18 +54,18 @@ def stage_params(
     params: Iterable[LogicalParam], modules_by_rank: Sequence[Collection[str]], pp_rank: int
 ) -> list[LogicalParam]:
     """Return the parameters that one pp rank holds, given the modules of every rank."""
-    held = []
+    local_params = []
     for param in params:
         names = [tuple(name for name in param.names if _inside_any(name, modules)) for modules in modules_by_rank]
-        holders = tuple(rank for rank, held_names in enumerate(names) if held_names)
+        holders = tuple(rank for rank, names_on_rank in enumerate(names) if names_on_rank)
         if pp_rank not in holders:
             continue
         param = replace(param, names=names[pp_rank])
         if len(holders) > 1:
             partial_axes = (*param.partial_grad_axes, tied_axis(holders))
             param = replace(param, tied_pp_ranks=holders, partial_grad_axes=partial_axes)
-        held.append(param)
-    return held
+        local_params.append(param)
+    return local_params
 
 
 def prune_modules(model: nn.Module, modules: Collection[str]) -> None:

@@ -20,12 +20,6 @@ class TensorParallelStrategy(Protocol):
     def apply_tensor_parallel(self, context: TransformContext) -> None:
         """Shard the model's modules and parameters over tp."""
 
-    def token_axes(self, layout: Layout) -> tuple[str, ...]:
-        """Return the axes inside tp over which the tokens of the loss are divided."""
-
-    def heads_axis(self, layout: Layout) -> str:
-        """Return the axis over which attention heads are divided."""
-
     def check_matmul_precision(self, layout: Layout, recipe: str) -> None:
         """Raise ValueError if the kind cannot multiply in a precision."""
 

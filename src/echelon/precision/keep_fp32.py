@@ -1,4 +1,4 @@
-"""Modules that compute in float32 beside a 16-bit compute dtype (`precision.keep_fp32`).
+"""Modules that compute in float32 under a 16-bit compute dtype (`precision.keep_fp32`).
 
 The parameters of a module that a pattern names, or that is inside one, are float32, in parameter groups of their own
 (layout/placement.py). Its inputs are cast to float32, and its outputs to the compute dtype: only sums of losses, and a

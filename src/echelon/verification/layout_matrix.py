@@ -75,8 +75,8 @@ def _with_layout_options(label: str, case: VerifyCase) -> Iterator[VerifyVariant
 def verify_all(leave_out: str, progress: Callable[[LayoutVerdict, str], None]) -> Report:
     verdicts: list[LayoutVerdict] = []
     with RankPool(preload=PRELOAD) as pool:
-        every = chain(product(variants(), [ALL_LAYOUTS]), product(moe_variants(), [ALL_MOE_LAYOUTS]))
-        for variant, layouts in every:
+        pairs = chain(product(variants(), [ALL_LAYOUTS]), product(moe_variants(), [ALL_MOE_LAYOUTS]))
+        for variant, layouts in pairs:
             verifier = Verifier(pool, variant.case, leave_out)
             for layout in parse_layouts(layouts, variant.case):
                 layout = layout.replace(accumulate=variant.accumulate, recompute=variant.recompute)

@@ -126,8 +126,8 @@ def parse_layouts(layouts: str | Sequence[str | Layout], case: VerifyCase) -> li
 
 def check_leave_out(text: str) -> None:
     axis, _, kind = text.partition(":")
-    some = axis.startswith(("tp/", "x/", "y/", "pp[", "ep*etp/", "ep*etp%"))  # parts of an axis
-    if text and (not (some or set(axis.split("*")) <= set(AXES)) or kind not in COLLECTIVES):
+    is_part = axis.startswith(("tp/", "x/", "y/", "pp[", "ep*etp/", "ep*etp%"))
+    if text and (not (is_part or set(axis.split("*")) <= set(AXES)) or kind not in COLLECTIVES):
         legal = (
             f"AXIS:COLLECTIVE, an axis of {', '.join(AXES)}, a product (shard*tp), tp/2 or pp[0+1] and a collective of "
             f"{', '.join(COLLECTIVES)}"

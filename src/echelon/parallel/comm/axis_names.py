@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from echelon.parallel.tp_strategy import tp_strategy
+from echelon.parallel.tp.cost import loss_token_axes
 
 if TYPE_CHECKING:
     from echelon.layout import Layout
@@ -28,4 +28,4 @@ def mesh_axis_names(policy: ShardingPolicy, token_axis: str) -> tuple[str, ...]:
 def token_axes(layout: Layout) -> tuple[str, ...]:
     """Return the axes over which the tokens of a step are divided."""
     context = ("cp",) if layout.cp > 1 else ()
-    return ("dp", *context, *tp_strategy(layout).token_axes(layout))
+    return ("dp", *context, *loss_token_axes(layout))

@@ -39,6 +39,8 @@ class BatchedWork:
 
 
 PendingWork = CompletedWork | RecordedWork
+Splits = list[int] | None
+"""rows of each rank's slice"""
 
 
 class MeshAxis:
@@ -163,11 +165,7 @@ class MeshAxis:
         return self._record("reduce", tensor, start, sends=tensor, receives=receives)
 
     def start_all_to_all(
-        self,
-        received: Tensor,
-        sent: Tensor,
-        received_splits: list[int] | None = None,
-        sent_splits: list[int] | None = None,
+        self, received: Tensor, sent: Tensor, received_splits: Splits = None, sent_splits: Splits = None
     ) -> PendingWork:
         """Send slice i of `sent` to rank i, and receive its slice at the same place of `received`.
 
@@ -186,13 +184,11 @@ class MeshAxis:
             received.zero_() if received.shape != sent.shape else received.copy_(sent)
             return CompletedWork()
         to, source = (self.ranks[(self.index + step) % self.size] for step in (offset, -offset))
-        send = dist.P2POp(dist.isend, sent, to, group=self.group)
-        receive = dist.P2POp(dist.irecv, received, source, group=self.group)
-
-        def start() -> BatchedWork:
-            return BatchedWork(dist.batch_isend_irecv([send, receive]))
-
-        return self._record("shift", sent, start, sends=sent, receives=received)
+        ops = [dist.P2POp(dist.isend, sent, to, group=self.group)]
+        ops.append(dist.P2POp(dist.irecv, received, source, group=self.group))
+        return self._record(
+            "shift", sent, lambda: BatchedWork(dist.batch_isend_irecv(ops)), sends=sent, receives=received
+        )
 
 
 SINGLE_RANK = "alone"

@@ -23,7 +23,7 @@ from echelon.parallel.cp.all_gather_attention import AllGatherAttention
 from echelon.parallel.cp.block_attention import MaskSpec
 from echelon.parallel.cp.ring_attention import RingAttention
 from echelon.parallel.cp.zigzag import ZigzagOrder
-from echelon.parallel.tp_strategy import tp_strategy
+from echelon.parallel.tp.cost import region_axis
 from echelon.rng import Dropout
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class ContextParallel:
             # NCCL serializes the operations of a communicator: these would wait for gradient reductions.
             self.ring_axis = _with_new_process_group(self.ring_axis)
             self.ulysses_axis = _with_new_process_group(self.ulysses_axis)
-        self.heads_axis = axes[tp_strategy(layout).heads_axis(layout)]
+        self.heads_axis = axes[region_axis(layout)]
         """ranks of tp that divide the heads"""
         self.sp_axis = axes["tp"] if layout.sp else single
         """ranks of tp that divide the local tokens between regions"""

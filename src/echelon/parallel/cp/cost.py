@@ -100,9 +100,8 @@ def collectives(
     moved = tokens * widths.keys_and_values * copies
     num_attentions = layers * layout.accumulate
     recomputed = recomputed or RecomputedLayers.from_policy(layout.recompute, layers=layers)
-    recomputed_layers, recomputed_cores = (
-        count * layout.accumulate for count in (recomputed.layers, recomputed.layers + recomputed.attention_cores)
-    )
+    recomputed_layers = recomputed.layers * layout.accumulate
+    recomputed_cores = recomputed_layers + recomputed.attention_cores * layout.accumulate
     if layout.ulysses > 1:
         axis = "ulysses" if outer > 1 else "cp"
         inputs, outputs = tokens * widths.queries + moved, tokens * (widths.results or widths.queries)

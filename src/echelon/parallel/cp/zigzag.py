@@ -74,8 +74,8 @@ class ZigzagOrder:
     def rank_positions(self, rank: int) -> list[int]:
         """Return the positions of a cp rank's tokens in the sequence."""
         ring, inner = divmod(rank, self.ulysses_size)
-        mine = self.padded_len // (self.ring_size * self.ulysses_size)
-        return self.ring_positions(ring)[inner * mine : (inner + 1) * mine]
+        count = self.padded_len // (self.ring_size * self.ulysses_size)
+        return self.ring_positions(ring)[inner * count : (inner + 1) * count]
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 

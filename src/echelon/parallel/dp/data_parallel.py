@@ -25,12 +25,9 @@ def shard_parameters(context: TransformContext) -> None:
     policy, expert_policy = context.policy, expert_sharding_policy(layout, context.policy)
     max_numel = options.max_group_bytes // options.compute_dtype.itemsize
     roots = choose_param_groups(model, options.units, max_numel=max_numel)
-    sharding = {
-        is_expert: (plan, axes.get_or_add(plan.shard_axis), axes.get_or_add(plan.replica_axis))
-        for is_expert, plan in ((False, policy), (True, expert_policy))
-    }
-    for plan in (policy, expert_policy):
-        axes.get_or_add(param_shard_axis(plan))
+    axis_names = [name for plan in (policy, expert_policy) for name in (plan.shard_axis, plan.replica_axis)]
+    for name in (*axis_names, param_shard_axis(policy), param_shard_axis(expert_policy)):
+        axes.get_or_add(name)
     context.placement = Placement(
         param_groups=group_params(context.params, roots, policy.num_shards, expert_policy.num_shards),
         coordinates=placement_coordinates(axes, axes.rank, policy, expert_policy),
@@ -38,9 +35,9 @@ def shard_parameters(context: TransformContext) -> None:
     offload = make_offload(context)
 
     def make_group(spec: ParamGroupSpec) -> ParamGroup:
-        plan, shard_axis, replica_axis = sharding[spec.is_expert]
+        plan = expert_policy if spec.is_expert else policy
         plan = plan.with_params_on_host() if offload.is_paged(spec) else plan
-        return ParamGroup(spec, plan, shard_axis, replica_axis, options, offload.host_for(spec))
+        return ParamGroup(spec, plan, axes, options, offload.host_for(spec))
 
     sharded = ShardedModel(context, [make_group(spec) for spec in context.placement.param_groups])
     if offload.activation_offload is not None:
@@ -61,16 +58,9 @@ def placement_coordinates(
     axes: MeshAxes, rank: int, policy: ShardingPolicy, expert_policy: ShardingPolicy
 ) -> dict[str, int]:
     """Return a rank's coordinate on every mesh axis, and its shard and replica index in the placement record."""
-    record_axes = {
-        "shard": policy.shard_axis,
-        "replica": policy.replica_axis,
-        "expert shard": expert_policy.shard_axis,
-        "expert replica": expert_policy.replica_axis,
-    }
     coordinates = axes.mesh.coordinates(rank)
-    for name, axis in record_axes.items():
-        coordinates[name] = 0
-        if axis != SINGLE_RANK:
-            group = next(ranks for ranks in enumerate_groups(axes.mesh, axis) if rank in ranks)
-            coordinates[name] = group.index(rank)
+    for prefix, plan in (("", policy), ("expert ", expert_policy)):
+        for name, axis in (("shard", plan.shard_axis), ("replica", plan.replica_axis)):
+            groups = enumerate_groups(axes.mesh, axis) if axis != SINGLE_RANK else ((rank,),)
+            coordinates[prefix + name] = next(ranks.index(rank) for ranks in groups if rank in ranks)
     return coordinates

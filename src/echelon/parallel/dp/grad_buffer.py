@@ -114,10 +114,9 @@ class GradBuffer:
 
     def zero_missing(self) -> None:
         """Zero the gradients that did not arrive."""
-        if len(self._written) < self._num_trainable:
-            for param in self.spec.params:
-                if param.trainable and param.name not in self._written:
-                    self.view(param).zero_()
+        for param in self.spec.params if len(self._written) < self._num_trainable else ():
+            if param.trainable and param.name not in self._written:
+                self.view(param).zero_()
 
     def mark_param_ready(self) -> bool:
         """Count a parameter whose gradients of this microbatch are complete; return whether all are."""

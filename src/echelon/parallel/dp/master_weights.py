@@ -4,7 +4,7 @@
                            them. In bfloat16 that means that there are no master weights, and that updates use
                            stochastic rounding (kernels/optim/fused_adamw.py).
     SplitMasterWeights     float32 masters of bfloat16 parameters: the parameters hold the upper 16 bits, and only the
-                           lower 16 bits are stored beside them (kernels/optim/split_fp32.py). 4 bytes an element for
+                           lower 16 bits are stored separately (kernels/optim/split_fp32.py). 4 bytes an element for
                            both, and no cast after an update.
 
 If parameters are freed or have versions, both hold a shard of their own.
@@ -35,9 +35,7 @@ class UnsplitMasterWeights:
 
     def param_shard(self, destination: Tensor) -> Tensor:
         """Return this rank's shard of the parameters, to be gathered; a cast is written to `destination`."""
-        if self.tensor.dtype == destination.dtype:
-            return self.tensor
-        return destination.copy_(self.tensor)
+        return self.tensor if self.tensor.dtype == destination.dtype else destination.copy_(self.tensor)
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.tensor,)

@@ -79,7 +79,7 @@ def make_offload(context: TransformContext) -> StateOffload:
     offloaded = [group for group in groups if group.name in names]
     if "disk" not in offloads:
         check_host_memory(offloaded, options, context.policy, paged="params" in offloads)
-    host = OffloadHost.create(link, offloaded, options, layout.offload)
+    host = OffloadHost(link, offloaded, options, layout.offload)
     return StateOffload(group_names=names, host=host, activation_offload=activations)
 
 

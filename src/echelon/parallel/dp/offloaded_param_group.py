@@ -37,11 +37,10 @@ class OffloadedParamGroup:
     def __init__(self, group: ParamGroup, host: OffloadHost, master_dtype: torch.dtype):
         self.spec, self.policy, self.host = group.spec, group.policy, host
         local = group.unsharded_param[group.local_slice]
-        device_shard = local if self.policy.keeps_param_shard else torch.zeros_like(local)
+        local = local if self.policy.keeps_param_shard else torch.zeros_like(local)
+        device_shard = None if self.policy.params_on_host else local
         self.states = OffloadedStates(self.spec, host, master_dtype)
-        self.params = OffloadedParams(
-            self.spec, host, None if self.policy.params_on_host else device_shard, local.dtype
-        )
+        self.params = OffloadedParams(self.spec, host, device_shard, local.dtype)
         self.grads = OffloadedGrad(group, host, sum_dtype=master_dtype)
         self.after_update_hooks: list[Callable[[], None]] = []
         """called by the worker after each update of the group"""

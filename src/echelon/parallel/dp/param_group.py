@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from echelon.layout.placement import LogicalParam, ParamGroupSpec
 from echelon.memory.offload.host_transfer import CopyEvent
-from echelon.parallel.comm.mesh_axis import CompletedWork, MeshAxis, PendingWork
+from echelon.parallel.comm.mesh_axis import CompletedWork, MeshAxes, PendingWork
 from echelon.parallel.dp.grad_buffer import GradBuffer
 from echelon.parallel.dp.grad_reduction import GradReduction
 from echelon.parallel.dp.master_weights import MasterWeights, make_master_weights
@@ -41,8 +41,7 @@ class ParamGroup:
         self,
         spec: ParamGroupSpec,
         policy: ShardingPolicy,
-        shard_axis: MeshAxis,
-        replica_axis: MeshAxis,
+        axes: MeshAxes,
         options: ParallelOptions,
         host: OffloadHost | None,
     ):
@@ -50,8 +49,8 @@ class ParamGroup:
             torch.promote_types(dtype, torch.float32) if spec.keep_fp32 else dtype
             for dtype in (options.compute_dtype, options.master_dtype, options.grad_dtype)
         )
-        self.spec, self.policy, self.shard_axis = spec, policy, shard_axis
-        size, start = spec.shard_numel, shard_axis.index * spec.shard_numel if policy.num_shards > 1 else 0
+        self.spec, self.policy, self.shard_axis = spec, policy, axes.get_or_add(policy.shard_axis)
+        size, start = spec.shard_numel, self.shard_axis.index * spec.shard_numel if policy.num_shards > 1 else 0
         self.local_slice = slice(start, start + size)
         """this rank's shard in the unsharded buffers"""
         self.unsharded_param = torch.zeros(spec.num_shards * size, dtype=compute, device=options.device)
@@ -68,7 +67,7 @@ class ParamGroup:
         if policy.reshards_params:
             self.unsharded_param.untyped_storage().resize_(0)
         self.grads = GradBuffer(spec, self.grad_dtype, self.unsharded_param)
-        self.reduction = GradReduction(self, replica_axis)
+        self.reduction = GradReduction(self, axes.get_or_add(policy.replica_axis))
         if not self.grads.lazy and not policy.params_on_host:
             self.grad.zero_()
 

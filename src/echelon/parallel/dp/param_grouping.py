@@ -86,5 +86,5 @@ def _matching_modules(modules: Mapping[str, nn.Module], patterns: Sequence[str])
 
 
 def _outermost(names: Iterable[str]) -> list[str]:
-    every = list(names)
-    return [name for name in every if not any(name.startswith(other + ".") for other in every)]
+    names = list(names)
+    return [name for name in names if not any(name.startswith(other + ".") for other in names)]

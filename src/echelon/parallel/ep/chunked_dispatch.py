@@ -89,6 +89,10 @@ class DispatchChunk:
         """Return the chunk's tokens that arrive at this rank's experts."""
         return self.all_to_all.dispatch(x.index_select(0, self.index))
 
+    def ends_and_keys(self, keys: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return where each expert's tokens end, and the dropout keys of the tokens that arrive."""
+        return self.all_to_all.expert_ends, None if keys is None else self.dispatch(keys)
+
     def combine_into(self, expert_output: Tensor, output: Tensor) -> None:
         """Send the experts' outputs back, and write them to their tokens' rows."""
         output.index_copy_(0, self.index, self.all_to_all.combine(expert_output))
@@ -96,28 +100,29 @@ class DispatchChunk:
 
 class _ChunkedExperts(Function):
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Tensor:
-        tokens, up, down, dropout_keys, ctx.experts, ctx.chunks = given
-        ctx.save_for_backward(tokens, up, down, dropout_keys)
-        output = torch.zeros_like(tokens)
-        for chunk in ctx.chunks.chunks(tokens.device):
-            keys = None if dropout_keys is None else chunk.dispatch(dropout_keys)
-            result = ctx.experts.apply_weights(chunk.dispatch(tokens), up, down, chunk.all_to_all.expert_ends, keys)
-            chunk.combine_into(result, output)
+    def forward(
+        ctx: Any, x: Tensor, up: Tensor, down: Tensor, keys: Tensor | None, experts: Experts, chunks: DispatchChunks
+    ) -> Tensor:
+        ctx.save_for_backward(x, up, down, keys)
+        ctx.experts, ctx.chunks = experts, chunks
+        output = torch.zeros_like(x)
+        for chunk in chunks.chunks(x.device):
+            ends_and_keys = chunk.ends_and_keys(keys)
+            chunk.combine_into(experts.apply_weights(chunk.dispatch(x), up, down, *ends_and_keys), output)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        tokens, up, down, dropout_keys = ctx.saved_tensors
+        tokens, up, down, keys = ctx.saved_tensors
         token_grad = torch.zeros_like(tokens)
         weights = [tensor.detach().requires_grad_() for tensor in (up, down)]
         weight_grads: list[Tensor] = []
         for chunk in ctx.chunks.chunks(tokens.device):
-            keys = None if dropout_keys is None else chunk.dispatch(dropout_keys)
+            ends_and_keys = chunk.ends_and_keys(keys)
             x, gradient = chunk.dispatch(tokens).requires_grad_(), chunk.dispatch(gradients[0])
             with torch.enable_grad():
-                output = ctx.experts.apply_weights(x, *weights, chunk.all_to_all.expert_ends, keys)
+                output = ctx.experts.apply_weights(x, *weights, *ends_and_keys)
             dx, *grads = torch.autograd.grad(output, (x, *weights), gradient)
             chunk.combine_into(dx, token_grad)
             pairs = zip(weight_grads, grads, strict=True)

@@ -12,7 +12,7 @@ together that is exact, since one rank receives what another does not.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from echelon.layout import Layout
 from echelon.layout.collective import Collective
@@ -67,8 +67,7 @@ def collectives(layout: Layout, traffic: MoeTraffic, *, recomputed: bool | None 
         recomputed = layout.recompute.partition(":")[0] in ("full", "every", "sqrt")
     passes = 2 if recomputed else 1  # forward ones
     for item, times in (*_score_collectives(layout, traffic, passes), *_token_collectives(layout, traffic, passes)):
-        count = item.count * times * traffic.layers * layout.accumulate
-        yield Collective(op=item.op, axis=item.axis, bytes=item.bytes, count=count, purpose=item.purpose)
+        yield replace(item, count=item.count * times * traffic.layers * layout.accumulate)
 
 
 RepeatedCollectives = Iterator[tuple[Collective, int]]

@@ -76,12 +76,12 @@ class AllToAllTokenDispatcher:
         if self.tp.size == 1 and self.cp is None:
             local_routing: Routing = gate(x)
             return local_routing
-        at = self._positions(x)
-        local, length = at.positions[self.sequence_shard_index], at.length
+        placement = self._positions(x)
+        local, length = placement.positions[self.sequence_shard_index], placement.length
         for module in (*gate.modules(), moe.experts.drop):
             if isinstance(module, RandomDraws):
                 module.window = {**module.window, 1: (local, length)}
-        routing: Routing = gate(x, lambda scores: gate.route(_GatherScores.apply(scores, self, at)))
+        routing: Routing = gate(x, lambda scores: gate.route(_GatherScores.apply(scores, self, placement)))
         rows = torch.arange(len(x), device=x.device).unsqueeze(1) * length
         return routing.select_tokens(torch.where(local < length, rows + local, len(x) * length).flatten())
 
@@ -171,22 +171,22 @@ class _GatherScores(Function):
     """All-gather of scores to full sequences."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, dispatch: AllToAllTokenDispatcher, at: TokenPositions) -> Tensor:
-        ctx.dispatch, ctx.at = dispatch, at
+    def forward(ctx: Any, scores: Tensor, dispatch: AllToAllTokenDispatcher, placement: TokenPositions) -> Tensor:
+        ctx.dispatch, ctx.placement = dispatch, placement
         gathered = scores
         for axis in (dispatch.tp, dispatch.cp):
             if axis is not None:
                 gathered = axis.all_gather(gathered)
-        parts = gathered.view(len(at.positions), *scores.shape).transpose(0, 1).flatten(1, 2)
-        out = parts.new_empty(len(scores), at.padded_len, scores.shape[2])
-        return out.index_copy_(1, at.positions.flatten(), parts)[:, : at.length].contiguous()
+        parts = gathered.view(len(placement.positions), *scores.shape).transpose(0, 1).flatten(1, 2)
+        out = parts.new_empty(len(scores), placement.padded_len, scores.shape[2])
+        return out.index_copy_(1, placement.positions.flatten(), parts)[:, : placement.length].contiguous()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        gradient, dispatch, length = gradients[0].contiguous(), ctx.dispatch, ctx.at.length
+        gradient, dispatch, length = gradients[0].contiguous(), ctx.dispatch, ctx.placement.length
         if dispatch.cp is not None:
             dispatch.cp.all_reduce(gradient)
-        local = ctx.at.positions[dispatch.sequence_shard_index]
+        local = ctx.placement.positions[dispatch.sequence_shard_index]
         local_gradient = gradient.index_select(1, local.clamp(max=length - 1))
         return local_gradient.masked_fill((local >= length).unsqueeze(-1), 0.0), None, None

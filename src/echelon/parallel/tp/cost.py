@@ -52,6 +52,16 @@ def grid_shape(layout: Layout) -> GridShape:
     return GridShape(layout.tp // side**2, side, side)
 
 
+def region_axis(layout: Layout) -> str:
+    """Return the axis over which columns inside a region (heads, ffn) and the vocabulary are sharded."""
+    return {"1d": "tp", "3d": "y"}.get(layout.tp_kind, "x")
+
+
+def loss_token_axes(layout: Layout) -> tuple[str, ...]:
+    """Return the axes inside tp over which the tokens of the loss are divided; with tp_kind=1d all ranks have all."""
+    return {"1d": (), "3d": ("z", "x")}.get(layout.tp_kind, ("z", "y"))
+
+
 def local_activation_shape(layout: Layout, batch: int, width: int) -> tuple[int, int]:
     """Return (sequences, columns) of a microbatch between regions on one rank; all of them with tp_kind=1d."""
     grid = grid_shape(layout)

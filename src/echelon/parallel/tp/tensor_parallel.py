@@ -11,7 +11,7 @@ backward: four all-reduces per layer. `enter` stands before the region, so q, k 
 Sequence parallelism changes both (tp_collectives.py). MLA's region is entered by the latent vectors (models/mla.py).
 Routed experts are no region: a token is dispatched to them once, from the rank that holds it (ep/).
 
-A table beside the model (models/tp_splits.py) gives modules, by patterns, a role:
+The model's table of splits (models/tp_splits.py) gives modules, by patterns, a role:
 
     region      the module's first argument enters the region
     column      a linear whose outputs are sharded;   column/heads: by full heads, replicated if tp exceeds them
@@ -63,16 +63,6 @@ def apply_tensor_parallel(context: TransformContext) -> None:
         model, context.params, get_tp_split(model), axes["tp"], sequence_parallel=bool(layout.sp)
     )
     context.add_partial_grad_axes()
-
-
-def token_axes(layout: Layout) -> tuple[str, ...]:
-    """Return no axis: all ranks of tp have the same tokens in the loss."""
-    return ()
-
-
-def heads_axis(layout: Layout) -> str:
-    """Return the axis over which attention heads are divided."""
-    return "tp"
 
 
 def check_matmul_precision(layout: Layout, recipe: str) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from echelon.layout import Layout
 from echelon.layout.collective import Collective
-from echelon.parallel.tp.cost import TransformerSizes, grid_shape
+from echelon.parallel.tp.cost import TransformerSizes, grid_shape, region_axis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +69,6 @@ ModuleSizes = LinearSizes | NormSizes | EmbeddingSizes | HeadSizes
 _PURPOSES: dict[type, str] = {LinearSizes: "linear", NormSizes: "norm", EmbeddingSizes: "embedding", HeadSizes: "head"}
 CollectiveSize = tuple[str, str, int, int]
 """op, axis, elements, count"""
-
-
-def region_axis(layout: Layout) -> str:
-    """Return the axis over which columns inside a region (heads, ffn) and the vocabulary are sharded."""
-    return "y" if layout.tp_kind == "3d" else "x"
 
 
 def linear_sizes(layout: Layout, inputs: int, outputs: int, *, leaves_region: bool, shares_input: bool) -> LinearSizes:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from echelon.layout.placement import DimSplit
 from echelon.parallel.comm.mesh_axis import MeshAxis
 
 
@@ -23,6 +24,10 @@ class ActivationSharding:
     column_axis: MeshAxis
     """the axis over which the last dimension is sharded"""
 
+    def column_split(self, dim: int) -> DimSplit:
+        """Return the split of a parameter's dimension that follows the columns."""
+        return DimSplit(axis=self.column_axis.name, dim=dim, num_parts=self.column_axis.size)
+
     def local_batch(self, batch: int) -> int:
         """Return the sequences of a batch on each rank, padding included."""
         return -(-batch // self.batch_axis.size)
@@ -34,8 +39,8 @@ class ActivationSharding:
 
     def local_sequences(self, x: Tensor, padding: int) -> Tensor:
         """Return this rank's sequences of a tensor that every rank holds."""
-        here = self.local_batch(len(x))
-        return padded_slice(x, self.batch_axis.index * here, here, padding)
+        count = self.local_batch(len(x))
+        return padded_slice(x, self.batch_axis.index * count, count, padding)
 
 
 def padded_slice(x: Tensor, first: int, count: int, padding: int) -> Tensor:

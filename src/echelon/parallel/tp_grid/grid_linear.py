@@ -36,18 +36,11 @@ class GridMatmul(Protocol):
 class GridLinear(nn.Module):
     bias: nn.Parameter | None
 
-    def __init__(
-        self,
-        weight: nn.Parameter,
-        bias: nn.Parameter | None,
-        matmul: GridMatmul,
-        unpadded_inputs: int,
-        cost: tp_grid_cost.LinearSizes,
-    ):
+    def __init__(self, linear: nn.Linear, matmul: GridMatmul, unpadded_inputs: int, cost: tp_grid_cost.LinearSizes):
         """`unpadded_inputs` are those of the weight's block without padding."""
         super().__init__()
-        self.weight, self.matmul, self.unpadded_inputs, self.cost = weight, matmul, unpadded_inputs, cost
-        self.register_parameter("bias", bias)
+        self.weight, self.matmul, self.unpadded_inputs, self.cost = linear.weight, matmul, unpadded_inputs, cost
+        self.register_parameter("bias", linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.together(x, (self,))[0]

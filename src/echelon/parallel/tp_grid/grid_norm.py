@@ -23,6 +23,9 @@ from echelon.kernels.tensor_metadata import TensorMetadata
 from echelon.parallel.comm.mesh_axis import MeshAxis
 from echelon.parallel.tp_grid import cost as tp_grid_cost
 
+Statistics = tuple[Tensor | None, Tensor]
+"""the mean, if the norm subtracts it, and the scale"""
+
 
 class ColumnShards:
     """A dimension of `width` columns sharded over an axis, and this rank's columns without padding."""
@@ -60,11 +63,11 @@ class GridLayerNorm(nn.Module):
         with torch.no_grad():
             mean, squares = self.mean_and_squares(x)
             epsilon = torch.finfo(x.dtype).eps if self.epsilon is None else self.epsilon
-            scale = (squares / self.columns.width + epsilon).rsqrt()
-        out: Tensor = _GridNormFunction.apply(x, self.weight, self.bias, mean, scale, self.columns)
+            statistics = (mean, (squares / self.columns.width + epsilon).rsqrt())
+        out: Tensor = _GridNormFunction.apply(x, self.weight, self.bias, statistics, self.columns)
         if self.recompute_output:
-            recompute = partial(_apply_norm, x.detach(), self.weight, self.bias, mean, scale, self.columns)
-            tensor_metadata.attach(out, TensorMetadata(recompute=recompute))
+            recompute = partial(_apply_norm, x.detach(), self.weight, self.bias, statistics, self.columns)
+            tensor_metadata.attach(out, TensorMetadata(recompute=lambda _gradient: recompute()))
         return out
 
     def mean_and_squares(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
@@ -106,21 +109,14 @@ class GridStreamNorm(GridRMSNorm):
         return s, super().forward(s)
 
 
+@torch.no_grad()
 def _apply_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    scale: Tensor,
-    columns: ColumnShards,
-    _gradient: Tensor | None = None,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Statistics, columns: ColumnShards
 ) -> Tensor:
-    """Return the norm of x from its statistics."""
-    with torch.no_grad():
-        out = _normalized(x, mean, scale)
-        if weight is not None:
-            out = out * weight
-        return _zero_padding((out if bias is None else out + bias).to(x.dtype), columns)
+    out = _normalized(x, *statistics)
+    if weight is not None:
+        out = out * weight
+    return _zero_padding((out if bias is None else out + bias).to(x.dtype), columns)
 
 
 def _normalized(x: Tensor, mean: Tensor | None, scale: Tensor) -> Tensor:
@@ -130,11 +126,12 @@ def _normalized(x: Tensor, mean: Tensor | None, scale: Tensor) -> Tensor:
 
 class _GridNormFunction(Function):
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Tensor:
-        """Of x, weight, bias, mean, scale and columns."""
-        *tensors, ctx.columns = given
-        ctx.save_for_backward(*tensors)
-        return _apply_norm(*given)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Statistics, columns: ColumnShards
+    ) -> Tensor:
+        ctx.columns = columns
+        ctx.save_for_backward(x, weight, bias, *statistics)
+        return _apply_norm(x, weight, bias, statistics, columns)
 
     @staticmethod
     @once_differentiable
@@ -150,7 +147,7 @@ class _GridNormFunction(Function):
             shift, along = (axis.all_reduce(torch.stack([g.sum(-1, keepdim=True), along])) / width).unbind(0)
             g = g - shift
         dx = _zero_padding(((g - n * along) * scale).to(x.dtype), ctx.columns)
-        return dx, _vector_grad(dy * n, weight), _vector_grad(dy, bias), None, None, None
+        return dx, _vector_grad(dy * n, weight), _vector_grad(dy, bias), None, None
 
 
 def _unpadded_columns(x: Tensor, columns: ColumnShards) -> Tensor:

@@ -57,16 +57,6 @@ def apply_tensor_parallel(context: TransformContext) -> None:
     context.add_partial_grad_axes()
 
 
-def token_axes(layout: Layout) -> tuple[str, ...]:
-    """Return the axes of the grid over which the sequences of the loss are divided."""
-    return ("z", "y" if tp_grid_cost.region_axis(layout) == "x" else "x")
-
-
-def heads_axis(layout: Layout) -> str:
-    """Return the axis over which attention heads are divided."""
-    return tp_grid_cost.region_axis(layout)
-
-
 def check_matmul_precision(layout: Layout, recipe: str) -> None:
     """Refuse fp8: its scale is of a full matrix, of which a rank sees a block."""
     raise ValueError(
@@ -205,8 +195,7 @@ class _GridSplitter(ModuleSplitter):
             shares_input=name.rpartition(".")[2] in getattr(self.parent(name), "share_input", ())[1:],
         )
         low, high = param.box(self.coordinates)[1]
-        matmul, weight = self.grid.matmul(source, target), cast("nn.Parameter", module.weight)
-        self.replace(name, GridLinear(weight, module.bias, matmul, high - low, cost))
+        self.replace(name, GridLinear(module, self.grid.matmul(source, target), high - low, cost))
 
     def _embedding(self, name: str, module: nn.Embedding) -> None:
         rows, columns = self._split_table(name)
@@ -229,8 +218,10 @@ class _GridSplitter(ModuleSplitter):
         if hasattr(module, "window"):
             module.register_forward_pre_hook(self._set_residual_window)
         elif list(module.parameters()) or _is_norm(module):
-            for parameter in ("weight", "bias"):
-                self._vector(f"{name}.{parameter}")
+            residual = self.grid.residual
+            for vector in (f"{name}.weight", f"{name}.bias"):
+                if vector in self.params:
+                    self._set_splits(vector, (residual.column_split(0),), (residual.batch_axis.name,))
             self.replace(name, self._norm(module))
 
     def _norm(self, module: Any) -> nn.Module:
@@ -245,8 +236,7 @@ class _GridSplitter(ModuleSplitter):
 
     def _positions(self, name: str, module: nn.Module) -> None:
         residual = self.grid.residual
-        columns = DimSplit(axis=residual.column_axis.name, dim=1, num_parts=residual.column_axis.size)
-        self._set_splits(f"{name}.weight", (columns,), (residual.batch_axis.name,))
+        self._set_splits(f"{name}.weight", (residual.column_split(1),), (residual.batch_axis.name,))
 
         def local_ids(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             ids, *rest = args
@@ -254,12 +244,6 @@ class _GridSplitter(ModuleSplitter):
             return ids if len(ids) == 1 else ids[residual.sequence_index(batch, len(ids), ids.device)], *rest
 
         module.register_forward_pre_hook(local_ids)
-
-    def _vector(self, name: str) -> None:
-        residual = self.grid.residual
-        if name in self.params:
-            columns = DimSplit(axis=residual.column_axis.name, dim=0, num_parts=residual.column_axis.size)
-            self._set_splits(name, (columns,), (residual.batch_axis.name,))
 
     # -- hooks that narrow arguments and dropout masks to the local part ----------------------------------------------
 
@@ -272,7 +256,7 @@ class _GridSplitter(ModuleSplitter):
             def narrowed(value: Any) -> Any:
                 if isinstance(value, Tensor):
                     raise ValueError(
-                        f"a region on a grid has some of the sequences, and {name} is given a tensor beside its first "
+                        f"a region on a grid has some of the sequences, and {name} is given a tensor after its first "
                         "argument; give it an echelon.AttentionContext, or use tp_kind=1d"
                     )
                 return self._attention_context(value, len(x)) if isinstance(value, AttentionContext) else value

@@ -47,11 +47,10 @@ class Grid3D:
     def weight_cuts(self, outputs: DimSplit, source: ActivationSharding) -> tuple[DimSplit, ...]:
         """Return the splits of a linear's weight, given that of its outputs."""
         along = DimSplit(axis=self.z.name, dim=0, num_parts=self.z.size)
-        return outputs, along, DimSplit(axis=source.column_axis.name, dim=1, num_parts=source.column_axis.size)
+        return outputs, along, source.column_split(1)
 
     def table_cuts(self) -> tuple[DimSplit, ...]:
-        columns = self.region.column_axis
-        return self.weight_cuts(DimSplit(axis=columns.name, dim=0, num_parts=columns.size), self.residual)
+        return self.weight_cuts(self.region.column_split(0), self.residual)
 
     def matmul(self, source: ActivationSharding, target: ActivationSharding) -> Matmul3D:
         return Matmul3D(target.column_axis, source.column_axis, self.z)
