@@ -177,12 +177,12 @@ def test_heads_that_the_side_does_not_divide_are_refused() -> None:
         split(model, get_tp_split(model), GRIDS["2d"])
 
 
-def test_a_tensor_beside_a_regions_input_is_refused() -> None:
+def test_a_tensor_after_a_regions_input_is_refused() -> None:
     """It may have a row for each sequence, of which a rank has some."""
     model = models.build(tiny(layers=1), "meta")
     split(model, get_tp_split(model), GRIDS["2d"])
     block: Any = model.get_submodule("blocks.0.attn")
-    with pytest.raises(ValueError, match=r"blocks.0.attn is given a tensor beside its first argument"):
+    with pytest.raises(ValueError, match=r"blocks.0.attn is given a tensor after its first argument"):
         block(torch.zeros(1, 2, 8), torch.zeros(1))
 
 

@@ -107,7 +107,7 @@ class ContextParallel:
         not count.
         """
         self.seq_len = _common_seq_len(inputs)
-        order, some = self.order, next(iter(inputs.values()))
+        order, sample = self.order, next(iter(inputs.values()))
         targets = [key for key in TARGET_INPUTS if key in inputs]
         if has_loss and order.padded_len > self.seq_len and not any(_is_integer(inputs[key]) for key in targets):
             raise ValueError(
@@ -118,14 +118,14 @@ class ContextParallel:
         if self.check_length is not None and "tokens" in inputs:
             self.check_length(inputs["tokens"])
         documents = inputs.get("documents")
-        positions = self.positions(some.device)
+        positions = self.positions(sample.device)
         index = positions.clamp(max=self.seq_len - 1)
         local = {key: value.index_select(1, index) for key, value in inputs.items() if key != "documents"}
         for key in targets:
             padding = (positions >= self.seq_len).view(-1, *[1] * (local[key].dim() - 2))
             local[key] = local[key].masked_fill(padding, IGNORE_INDEX) if _is_integer(local[key]) else local[key]
         if "positions" not in local:
-            local["positions"] = self.token_positions(some, documents).index_select(1, index)
+            local["positions"] = self.token_positions(sample, documents).index_select(1, index)
         if documents is not None:
             local["documents"] = F.pad(documents, (0, order.padded_len - self.seq_len))
         return local

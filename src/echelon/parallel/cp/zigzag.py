@@ -35,13 +35,6 @@ class AttentionBlock:
     keys: slice
     causal: bool
 
-    @property
-    def num_pairs(self) -> int:
-        """Number of query-key pairs."""
-        queries: int = self.queries.stop - self.queries.start
-        keys: int = self.keys.stop - self.keys.start
-        return queries * (queries + 1) // 2 if self.causal else queries * keys
-
 
 @dataclass(frozen=True)
 class ZigzagOrder:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from echelon.layout.collective import Collective
 from echelon.layout.placement import ParamGroupSpec
@@ -36,6 +35,7 @@ def collectives(
         plan = expert_policy if group.is_expert and expert_policy is not None else policy
         plan = plan.with_params_on_host() if group.name in paged else plan
         full_numel, uses = group.num_shards * group.shard_numel, stage_uses[group.name] if stage_uses else 1
+        axis, later = plan.shard_axis, index > 0
         if plan.num_shards > 1:
             # The last layer stays unsharded between forward and backward, which needs it first.
             regathers = (plan.reshard_after_forward or in_pipeline) and not group.stays_unsharded and index != last
@@ -45,16 +45,19 @@ def collectives(
             if in_pipeline and group.stays_unsharded:
                 gathers = 1
             size = full_numel * group.element_bytes(compute_bytes)
-            item = Collective(op="all_gather", axis=plan.shard_axis, bytes=size, overlapped=index > 0)
-            yield replace(item, count=gathers, purpose="parameters")
+            yield Collective(
+                op="all_gather", axis=axis, bytes=size, count=gathers, overlapped=later, purpose="parameters"
+            )
             count = accumulate * uses if plan.reduce_scatter_every_microbatch else 1
             size = full_numel * group.element_bytes(reduce_bytes)
-            yield replace(item, op="reduce_scatter", bytes=size, count=count, purpose="gradients")
+            yield Collective(
+                op="reduce_scatter", axis=axis, bytes=size, count=count, overlapped=later, purpose="gradients"
+            )
         if plan.num_replicas > 1:
             count = accumulate * uses if plan.params_on_host else 1
             size = group.shard_numel * group.element_bytes(reduce_bytes)
-            item = Collective(op="all_reduce", axis=plan.replica_axis, bytes=size, overlapped=index > 0)
-            yield replace(item, count=count, purpose="gradients")
+            axis = plan.replica_axis
+            yield Collective(op="all_reduce", axis=axis, bytes=size, count=count, overlapped=later, purpose="gradients")
 
 
 def sync_batchnorm_collectives(
@@ -63,9 +66,9 @@ def sync_batchnorm_collectives(
     """Yield a step's all-reduces of batch statistics: per layer and microbatch, of (channels + 1) and of channels."""
     passes = 3 if recomputed else 2  # forward, its recomputation, backward
     for count in channels:
-        for size in (count + 1, count):
-            size, repeats = size * element_bytes, passes * accumulate
-            yield Collective(op="all_reduce", axis="dp", bytes=size, count=repeats, purpose="batch statistics")
+        for size in ((count + 1) * element_bytes, count * element_bytes):
+            times = passes * accumulate
+            yield Collective(op="all_reduce", axis="dp", bytes=size, count=times, purpose="batch statistics")
 
 
 def state_bytes(

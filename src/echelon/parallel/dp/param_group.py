@@ -72,8 +72,8 @@ class ParamGroup:
             self.grad.zero_()
 
     def _make_master(self, compute: torch.dtype, master: torch.dtype) -> MasterWeights:
-        sizes = {"compute_bytes": compute.itemsize, "master_bytes": master.itemsize}
-        split = compute == torch.bfloat16 and self.policy.splits_master_weights(**sizes)
+        splits = self.policy.splits_master_weights(compute_bytes=compute.itemsize, master_bytes=master.itemsize)
+        split = compute == torch.bfloat16 and splits
         local = self.unsharded_param[self.local_slice]
         return make_master_weights(local, master, split=split, in_place=self.policy.keeps_param_shard)
 

@@ -69,6 +69,8 @@ ModuleSizes = LinearSizes | NormSizes | EmbeddingSizes | HeadSizes
 _PURPOSES: dict[type, str] = {LinearSizes: "linear", NormSizes: "norm", EmbeddingSizes: "embedding", HeadSizes: "head"}
 CollectiveSize = tuple[str, str, int, int]
 """op, axis, elements, count"""
+PassSizes = tuple[list[CollectiveSize], list[CollectiveSize]]
+"""of forward and of backward"""
 
 
 def linear_sizes(layout: Layout, inputs: int, outputs: int, *, leaves_region: bool, shares_input: bool) -> LinearSizes:
@@ -109,8 +111,8 @@ def collectives(
             yield Collective(op="all_gather", axis=axis, bytes=size, count=layout.accumulate, purpose="loss")
 
 
-def _collective_sizes(part: ModuleSizes, n: int, layout: Layout) -> tuple[list[CollectiveSize], list[CollectiveSize]]:
-    """Return the collectives of forward and of backward for n tokens on a rank."""
+def _collective_sizes(part: ModuleSizes, n: int, layout: Layout) -> PassSizes:
+    """Return the collectives of n tokens on a rank."""
     if isinstance(part, NormSizes):
         reduced: CollectiveSize = ("all_reduce", "x", part.reduced * n, 1)
         gathered: CollectiveSize = ("all_gather", "x", grid_shape(layout).x * part.gathered * n, 1)
@@ -118,9 +120,7 @@ def _collective_sizes(part: ModuleSizes, n: int, layout: Layout) -> tuple[list[C
     return (_cube_sizes if layout.tp_kind == "3d" else _summa_sizes)(part, n, grid_shape(layout).x)
 
 
-def _summa_sizes(
-    part: LinearSizes | EmbeddingSizes | HeadSizes, n: int, q: int
-) -> tuple[list[CollectiveSize], list[CollectiveSize]]:
+def _summa_sizes(part: LinearSizes | EmbeddingSizes | HeadSizes, n: int, q: int) -> PassSizes:
     if isinstance(part, LinearSizes):
         x, weight = ("x", n * part.inputs, q), ("y", part.inputs * part.outputs, q)
         blocks = [weight] if part.shares_input else [x, weight]
@@ -132,9 +132,7 @@ def _summa_sizes(
     return [("broadcast", *table), ("reduce", *logits)], backward
 
 
-def _cube_sizes(
-    part: LinearSizes | EmbeddingSizes | HeadSizes, n: int, p: int
-) -> tuple[list[CollectiveSize], list[CollectiveSize]]:
+def _cube_sizes(part: LinearSizes | EmbeddingSizes | HeadSizes, n: int, p: int) -> PassSizes:
     if isinstance(part, EmbeddingSizes):
         table, y = ("z", -(-part.rows // p) * p * part.columns, 1), ("y", p * n * part.columns, 1)
         return [("all_gather", *table), ("reduce_scatter", *y)], [("all_gather", *y), ("reduce_scatter", *table)]
