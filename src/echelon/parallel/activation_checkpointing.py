@@ -55,13 +55,12 @@ def apply_checkpointing(context: TransformContext) -> None:
     if not layout.recompute.startswith("budget"):
         context.checkpointing = policy.apply(layout.recompute, stages)
         return
-    axes.add(STAGE_RANKS_AXIS)
     context.checkpointing = MemoryBudget(
         policy,
         layout.recompute,
         stages,
         in_flight,
-        all_reduce_max=partial(axes[STAGE_RANKS_AXIS].all_reduce, op="max"),
+        all_reduce_max=partial(axes.get_or_add(STAGE_RANKS_AXIS).all_reduce, op="max"),
         all_reduce_sum=axes["pp"].all_reduce,
     )
 

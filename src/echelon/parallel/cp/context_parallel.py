@@ -62,12 +62,10 @@ class ContextParallel:
 
     def __init__(self, model: nn.Module, layout: Layout, axes: MeshAxes, device: torch.device):
         is_hybrid = 1 < layout.ulysses < layout.cp
-        for name in ("cp", *(("ring", "ulysses") if is_hybrid else ())):
-            axes.add(name)
-        self.axis, single = axes["cp"], axes.get_or_add(SINGLE_RANK)
-        self.ring_axis = axes["ring"] if is_hybrid else single if layout.ulysses > 1 else self.axis
+        self.axis, single = axes.get_or_add("cp"), axes.get_or_add(SINGLE_RANK)
+        self.ring_axis = axes.get_or_add("ring") if is_hybrid else single if layout.ulysses > 1 else self.axis
         """ranks that exchange keys and values"""
-        self.ulysses_axis = axes["ulysses"] if is_hybrid else self.axis if layout.ulysses > 1 else single
+        self.ulysses_axis = axes.get_or_add("ulysses") if is_hybrid else self.axis if layout.ulysses > 1 else single
         """ranks that exchange heads for tokens"""
         if device.type == "cuda":
             # NCCL serializes the operations of a communicator: these would wait for gradient reductions.

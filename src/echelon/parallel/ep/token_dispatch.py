@@ -58,8 +58,7 @@ class AllToAllTokenDispatcher:
         *,
         experts: int,
     ):
-        axes.add(EP_ETP_AXIS)
-        self.axis, self.etp = axes[EP_ETP_AXIS], layout.etp
+        self.axis, self.etp = axes.get_or_add(EP_ETP_AXIS), layout.etp
         self.hierarchical: HierarchicalAllToAll | None = None
         if layout.ep_inner > 1:
             inter_node = axes.get_or_add(f"{EP_ETP_AXIS}%{layout.ep_inner}")
