@@ -21,7 +21,7 @@ from echelon.faults.rank_state import RankState
 from echelon.faults.recorder_entry import RecorderEntry
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Diagnosis:
     """The ranks that caused a failure, the operation they are missing in, and the ranks that wait."""
 
@@ -46,8 +46,7 @@ def diagnose(states: Sequence[RankState]) -> Diagnosis:
     raised_outside = cause is not None and cause.exit_kind == "raised" and cause.pending_entry is None
     if not raised_outside and (mismatch := _find_mismatch(states)) is not None:
         culprits, expected, actual, skipped = mismatch
-        case = "skipped" if skipped else "disagree"
-        return _build_diagnosis(case, culprits, pending, expected, actual)
+        return _build_diagnosis("skipped" if skipped else "disagree", culprits, pending, expected, actual)
     if cause is not None:
         return _build_diagnosis(cause.exit_kind, (cause.rank,), pending, _awaited_operation(cause, pending, by_rank))
     roots, cycle = _find_roots(pending, by_rank)
@@ -69,13 +68,7 @@ def _build_diagnosis(
 ) -> Diagnosis:
     others = [(rank, entry) for rank, entry in pending.items() if rank not in culprits or case in _CULPRITS_WAIT_TOO]
     others.sort(key=lambda pair: (pair[1].wait_start, pair[0]))
-    return Diagnosis(
-        case=case,
-        culprits=tuple(culprits),
-        operation=operation,
-        culprit_operation=culprit_operation,
-        waiting=tuple(others),
-    )
+    return Diagnosis(case, tuple(culprits), operation, culprit_operation, tuple(others))
 
 
 _CULPRITS_WAIT_TOO = ("disagree", "circle", "unknown")
@@ -138,39 +131,29 @@ def _awaited_operation(
 
 # -- mismatches: different operations under one number ----------------------------------------------------------------
 
-_OperationKey = tuple[tuple[str, str, str], str]
+_Mismatch = tuple[tuple[int, ...], RecorderEntry, RecorderEntry, bool]
+"""(culprits, the others' operation, the culprits' operation, whether they skipped the former)"""
 
 
-def _operation_key(entry: RecorderEntry) -> _OperationKey:
-    return entry.signature, entry.site
-
-
-def _find_mismatch(states: Sequence[RankState]) -> tuple[tuple[int, ...], RecorderEntry, RecorderEntry, bool] | None:
-    """(culprits, the others' operation, the culprits' operation, whether they skipped the former)."""
+def _find_mismatch(states: Sequence[RankState]) -> _Mismatch | None:
     sequences: dict[str, dict[int, dict[int, RecorderEntry]]] = {}
     for state in states:
         for entry in state.entries:
             if not entry.is_p2p:
                 sequences.setdefault(entry.sequence, {}).setdefault(state.rank, {})[entry.number] = entry
-    mismatches = [
-        mismatch
-        for ranks in sequences.values()
-        if len(ranks) > 1 and (mismatch := _mismatch_in_sequence(ranks)) is not None
-    ]
+    mismatches = [_mismatch_in_sequence(ranks) for ranks in sequences.values()]
     # The earliest one: later mismatches on other sequences are its consequences.
-    return min(mismatches, key=lambda mismatch: mismatch[1].start_time, default=None)
+    return min(filter(None, mismatches), key=lambda mismatch: mismatch[1].start_time, default=None)
 
 
-def _mismatch_in_sequence(
-    ranks: dict[int, dict[int, RecorderEntry]],
-) -> tuple[tuple[int, ...], RecorderEntry, RecorderEntry, bool] | None:
+def _mismatch_in_sequence(ranks: dict[int, dict[int, RecorderEntry]]) -> _Mismatch | None:
     numbers = Counter(number for done in ranks.values() for number in done)
     shared = sorted(number for number, count in numbers.items() if count > 1)
     signatures = {n: {done[n].signature for done in ranks.values() if n in done} for n in shared}
     if all(len(distinct) == 1 for distinct in signatures.values()):
         return None  # call sites alone may differ: ranks may reach an operation by different branches
     for number in shared:
-        keys = {rank: _operation_key(done[number]) for rank, done in ranks.items() if number in done}
+        keys = {rank: done[number].key for rank, done in ranks.items() if number in done}
         if len(set(keys.values())) == 1:
             continue
         usual, _ = Counter(keys.values()).most_common(1)[0]
@@ -191,12 +174,8 @@ def _is_one_ahead(one: dict[int, RecorderEntry], other: dict[int, RecorderEntry]
     """Whether `one` ran from `number` on what `other` runs, or is about to run, one number later."""
     pairs = [(one[n], other[n + 1]) for n in sorted(one) if n >= number and n + 1 in other]
     if pairs:
-        return all(_operation_key(a) == _operation_key(b) for a, b in pairs)
+        return all(ran.key == runs_next.key for ran, runs_next in pairs)
     # The other rank hangs in `number` and has no next entry. Steps repeat: look at what followed it in earlier steps.
-    hanging, ran = _operation_key(other[number]), _operation_key(one[number])
-    followers = [
-        _operation_key(other[n + 1])
-        for n in sorted(other)
-        if n + 1 in other and n < number and _operation_key(other[n]) == hanging
-    ]
-    return bool(followers) and followers[-1] == ran
+    hanging = other[number].key
+    earlier = [n for n in sorted(other) if n < number and n + 1 in other and other[n].key == hanging]
+    return bool(earlier) and other[earlier[-1] + 1].key == one[number].key

@@ -21,16 +21,15 @@ MAX_MISSED_HEARTBEATS = 3.0
 DIAGNOSIS_EVENT, INJECTED_EVENT = "diagnosis", "injected"
 
 
-def append_event(run: Path, fields: dict[str, Any], kind: str = DIAGNOSIS_EVENT) -> bool:
+def append_event(run: Path, fields: dict[str, Any], kind: str = DIAGNOSIS_EVENT) -> None:
     """Append a line to a run's log from outside the loop, if the log is on this node; in one write, since the log's
     owner may write too."""
     log = run / "log.jsonl"
-    if not log.is_file():
-        return False
-    line = json.dumps({"kind": kind, "time": time.time(), **fields}, ensure_ascii=False, separators=(", ", ": ")) + "\n"
-    with open(log, "ab", buffering=0) as file:
-        file.write(line.encode("utf-8", "backslashreplace"))
-    return True
+    if log.is_file():
+        record = {"kind": kind, "time": time.time(), **fields}
+        line = json.dumps(record, ensure_ascii=False, separators=(", ", ": ")) + "\n"
+        with open(log, "ab", buffering=0) as file:
+            file.write(line.encode("utf-8", "backslashreplace"))
 
 
 def format_diagnosis(
@@ -119,9 +118,8 @@ def _format_culprit(state: RankState, case: str, interval: float, now: float) ->
     if not state.heartbeat_time:
         return "It never published a heartbeat."
     if case == "absent":
-        parts.append(
-            f"It has been in {state.phase} of step {state.step} for {max(now - state.phase_start, 0.0):.1f} s."
-        )
+        seconds = max(now - state.phase_start, 0.0)
+        parts.append(f"It has been in {state.phase} of step {state.step} for {seconds:.1f} s.")
         if age > max(MAX_MISSED_HEARTBEATS * interval, 2.0):
             parts.append(f"Its last heartbeat was {age:.1f} s ago: its process is stopped, or a thread holds the GIL.")
     if state.exit_kind == "killed" and case != "killed":
@@ -140,9 +138,9 @@ def _format_culprit(state: RankState, case: str, interval: float, now: float) ->
 
 
 def _format_last_operation(state: RankState) -> str:
-    last = state.last_entry
-    if last is None:
+    if not state.entries:
         return "It had started no operation before."
+    last = state.entries[-1]
     status = {"e": "which ended", "w": "in which it waited", "f": "in which it waited", "s": "which it had started"}
     return f"Its last operation was {last.description} ({last.site}, step {last.step}), {status[last.flag]}."
 
@@ -161,8 +159,7 @@ def _format_waiting_ranks(diagnosis: Diagnosis, states: dict[int, RankState], no
         return "No rank was waiting for it yet."
     shown = []
     for rank, entry in diagnosis.waiting[:MAX_RANKS]:
-        until = entry.end_time if entry.flag == "f" else now
-        seconds = max(until - entry.wait_start, 0.0)
+        seconds = max((entry.end_time if entry.flag == "f" else now) - entry.wait_start, 0.0)
         shown.append(f"{format_rank(states[rank])} for {seconds:.1f} s in {entry.description} at {entry.site}")
     more = len(diagnosis.waiting) - MAX_RANKS
     return f"Waiting: {'; '.join(shown)}{f'; and {more} more' if more > 0 else ''}."

@@ -39,7 +39,6 @@ from echelon.faults.recorder_entry import (
     TIMESTAMP,
     WAITING,
     RecorderEntry,
-    encode_entry,
     format_ranks,
     read_entries,
 )
@@ -125,10 +124,8 @@ class FlightRecorder:
     def new_sequence(self, ranks: Sequence[int], channel: str = "") -> OperationSequence:
         """Name a process group or channel. Ranks that create them in the same order give them the same names."""
         base = format_ranks(ranks) + channel
-        for number in itertools.count(1):
-            name = base if number == 1 else f"{base}#{number}"
-            if name not in self.sequences:
-                break
+        names = (base if number == 1 else f"{base}#{number}" for number in itertools.count(1))
+        name = next(name for name in names if name not in self.sequences)
         self.sequences[name] = OperationSequence(name, ranks)
         return self.sequences[name]
 
@@ -150,13 +147,12 @@ class FlightRecorder:
         site = f"{shorten_path(frame.f_code.co_filename)}:{frame.f_lineno}"
         # A long list of peers is left out: the sequence's name contains the group.
         peers = peers or sequence.peers
-        text = encode_entry(
-            *(op, axis, sequence.name, sequence.next_number(), peers if len(peers) < 64 else "", str(list(shape))),
-            *(str(dtype).removeprefix("torch."), site, self.step, self.phase),
-        )[:_TEXT_BYTES]
-        buffer = self._buffer
+        call = f"{op}\t{axis}\t{sequence.name}\t{sequence.next_number()}\t{peers if len(peers) < 64 else ''}"
+        tensor = f"{list(shape)}\t{str(dtype).removeprefix('torch.')}"
+        text = f"{call}\t{tensor}\t{self.step}\t{self.phase}\t{site}".encode("utf-8", "replace")[:_TEXT_BYTES]
+        buffer, body = self._buffer, start + SLOT_HEADER.size
         SLOT_HEADER.pack_into(buffer, start, EMPTY, order, time.time(), 0.0, 0.0, len(text))
-        buffer[start + SLOT_HEADER.size : start + SLOT_HEADER.size + len(text)] = text
+        buffer[body : body + len(text)] = text
         buffer[start : start + 1] = STARTED
         return order
 
@@ -177,20 +173,29 @@ class FlightRecorder:
         self._mark(slot, ENDED, 2, now)
         self.wait_s += now - since
 
-    def record_failure(self, slot: int) -> None:
-        self._mark(slot, FAILED, 2, time.time())
-
     @contextmanager
-    def blocking_operation(self, op: str, axis: str, sequence: OperationSequence) -> Iterator[None]:
-        """Record the blocking operation inside the block."""
-        slot = self.record_start(op, axis, sequence)
+    def waiting(self, slot: int, *, on_device: bool = False) -> Iterator[None]:
+        """Record that the block waits for an operation.
+
+        On a device the CUDA stream waits, not the host; events before and after measure for how long.
+        """
+        before = _record_cuda_event() if on_device else None
         since = self.record_wait(slot)
         try:
             yield
         except BaseException:
-            self.record_failure(slot)
+            self._mark(slot, FAILED, 2, time.time())
             raise
-        self.record_end(slot, since)
+        if before is None:
+            self.record_end(slot, since)
+        else:
+            self.device_waits.append((slot, before, _record_cuda_event()))
+
+    @contextmanager
+    def blocking_operation(self, op: str, axis: str, sequence: OperationSequence) -> Iterator[None]:
+        """Record the blocking operation inside the block."""
+        with self.waiting(self.record_start(op, axis, sequence)):
+            yield
 
     def _set_phase(self, phase: str) -> None:
         self.phase, self.phase_start = phase, time.time()
@@ -233,10 +238,8 @@ class FlightRecorder:
         for start in range(0, NUM_SLOTS * SLOT_BYTES, SLOT_BYTES):
             if self._buffer[start : start + 1] == WAITING:
                 _, _, started, waiting, _, length = SLOT_HEADER.unpack_from(self._buffer, start)
-                is_p2p = bytes(self._buffer[start + SLOT_HEADER.size : start + SLOT_HEADER.size + 5]) in (
-                    b"send\t",
-                    b"recei",
-                )
+                text = start + SLOT_HEADER.size
+                is_p2p = self._buffer[text : text + 5] in (b"send\t", b"recei")
                 if now - waiting > MIN_WAIT_S and length:
                     longest = max(longest, now - (waiting if is_p2p else started))
         return longest
@@ -272,34 +275,15 @@ class RecordedWork:
         self._received = received
 
     def wait(self) -> None:
-        if self._on_device:
-            self._wait_on_device()
-        else:
-            self._wait_on_host()
+        with self._recorder.waiting(self._slot, on_device=self._on_device):
+            self._work.wait()
         if self._received is not None and self._recorder.on_receive is not None:
             self._recorder.on_receive(*self._received)
 
-    def _wait_on_host(self) -> None:
-        recorder, slot = self._recorder, self._slot
-        since = recorder.record_wait(slot)
-        try:
-            self._work.wait()
-        except BaseException:
-            recorder.record_failure(slot)
-            raise
-        recorder.record_end(slot, since)
 
-    def _wait_on_device(self) -> None:
-        """Make the CUDA stream wait, not the host; events before and after measure for how long."""
-        import torch
+def _record_cuda_event() -> Any:
+    import torch
 
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        before.record()
-        self._recorder.record_wait(self._slot)
-        try:
-            self._work.wait()
-        except BaseException:
-            self._recorder.record_failure(self._slot)
-            raise
-        after.record()
-        self._recorder.device_waits.append((self._slot, before, after))
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

@@ -26,7 +26,7 @@ import socket
 import threading
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 from echelon.faults.state_store import C10dStateStore, StateStore
@@ -60,9 +60,7 @@ class GracefulStop:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._handles_signals:
             signal.set_wakeup_fd(self._pipe_before)
             signal.signal(signal.SIGTERM, self._before)
@@ -115,10 +113,10 @@ class GracefulStop:
             return False
         with suppress(RuntimeError, OSError):
             host = socket.gethostname()
-            states = [state for state in self._store.states(self._world_size) if state.rank != self._rank]
             return any(
-                state.exit_kind or (state.pid and state.host == host and not process_is_alive(state.pid))
-                for state in states
+                peer.exit_kind or (peer.pid and peer.host == host and not process_is_alive(peer.pid))
+                for peer in self._store.states(self._world_size)
+                if peer.rank != self._rank
             )
         return isinstance(self._store, C10dStateStore)  # the run has ended with its store
 

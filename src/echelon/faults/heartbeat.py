@@ -20,8 +20,6 @@ POLL_S = 0.2
 """seconds between two checks of this rank's flight recorder"""
 DIAGNOSIS_KEY, CULPRIT_KEY = "diagnosis", "culprit"
 
-OnDiagnosis = Callable[[Diagnosis, str], None]
-
 
 def heartbeat_interval(timeout: float) -> float:
     """Seconds between heartbeats: a tenth of the timeout, at least `POLL_S` and at most 5."""
@@ -44,7 +42,7 @@ class Heartbeat:
         rank: int,
         world_size: int,
         timeout: float,
-        on_diagnosis: OnDiagnosis,
+        on_diagnosis: Callable[[Diagnosis, str], None],
     ):
         self.recorder, self.store, self.rank, self.world_size = recorder, store, rank, world_size
         self.timeout, self.interval = timeout, heartbeat_interval(timeout)

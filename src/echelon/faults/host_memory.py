@@ -9,8 +9,8 @@ from pathlib import Path
 OOM_SHARE = 0.9
 """the share of the memory limit above which the kernel's out-of-memory killer is the likely cause of a SIGKILL"""
 CGROUP_FILES = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
 
 
@@ -33,47 +33,39 @@ class HostMemory:
 
 def read_host_memory() -> HostMemory:
     """Read the memory of this process and of its node or container; zeros where the system does not report it."""
-    used, limit = _read_meminfo()
-    for limit_file, usage_file in CGROUP_FILES:
-        cgroup_limit, cgroup_used = _read_int(limit_file), _read_int(usage_file)
+    meminfo = _read_rows("/proc/meminfo")
+    limit = 1024 * meminfo.get("MemTotal", 0)
+    used = limit - 1024 * meminfo.get("MemAvailable", 0) if "MemAvailable" in meminfo else 0
+    for folder, limit_file, usage_file in CGROUP_FILES:
+        cgroup_limit, cgroup_used = _read_int(folder / limit_file), _read_int(folder / usage_file)
         if 0 < cgroup_limit < (limit or cgroup_limit + 1):
             # The usage of a container includes its page cache, which the kernel reclaims.
             limit, used = cgroup_limit, max(0, cgroup_used - _cgroup_cache_bytes())
-    return HostMemory(rank_bytes=_resident_bytes(), used_bytes=used, limit_bytes=limit)
-
-
-def _read_meminfo() -> tuple[int, int]:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 0, 0
-    meminfo = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if len(line.split()) > 1}
-    total = meminfo.get("MemTotal", 0)
-    return total - meminfo.get("MemAvailable", total), total
-
-
-def _resident_bytes() -> int:
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return 0
-
-
-def _read_int(path: str) -> int:
-    try:
-        return int(Path(path).read_text())
-    except (OSError, ValueError):
-        return 0
+    pages = _read_int("/proc/self/statm", column=1)
+    return HostMemory(rank_bytes=pages * os.sysconf("SC_PAGE_SIZE"), used_bytes=used, limit_bytes=limit)
 
 
 def _cgroup_cache_bytes() -> int:
-    for path in ("/sys/fs/cgroup/memory.stat", "/sys/fs/cgroup/memory/memory.stat"):
-        try:
-            rows = dict(line.split() for line in Path(path).read_text().splitlines())
-        except (OSError, ValueError):
-            continue
-        return int(rows.get("total_inactive_file", rows.get("inactive_file", "0")))
+    for folder, *_ in CGROUP_FILES:
+        if rows := _read_rows(folder / "memory.stat"):
+            return rows.get("total_inactive_file", rows.get("inactive_file", 0))
     return 0
+
+
+def _read_rows(path: str | Path) -> dict[str, int]:
+    """Read a file of names and numbers."""
+    try:
+        rows = [line.split() for line in Path(path).read_text().splitlines()]
+    except OSError:
+        return {}
+    return {row[0].rstrip(":"): int(row[1]) for row in rows if len(row) > 1}
+
+
+def _read_int(path: str | Path, column: int = 0) -> int:
+    try:
+        return int(Path(path).read_text().split()[column])
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def _format_bytes(count: int) -> str:

@@ -26,74 +26,49 @@ class InjectionOption:
     is_optional: bool = False
 
 
-def _parse_choice(choices: Sequence[str]) -> Callable[[str], str]:
+def _choice(choices: Sequence[str], default: str) -> InjectionOption:
     def read(text: str) -> str:
         if text not in choices:
             raise ValueError(did_you_mean(text, choices))
         return text
 
-    return read
+    return InjectionOption(read, ", ".join(choices), default)
 
 
-def _parse_number(low: float, convert: type = int) -> Callable[[str], Any]:
-    def read(text: str) -> Any:
+def _number(low: float, legal: str = "", default: float | None = None, **options: bool) -> InjectionOption:
+    """A number of at least `low`: a float if the default is one."""
+    convert = float if isinstance(default, float) else int
+
+    def read(text: str) -> float:
         value = convert(text)
         if not low <= value < float("inf"):
             raise ValueError
         return value
 
-    return read
+    return InjectionOption(read, legal or f"{low:g} or more", default, **options)
 
 
-RANK = InjectionOption(_parse_number(0), "a rank of the run, from 0")
-STEP = InjectionOption(_parse_number(1), "a step of the run, from 1", 1)
-ANY_RANK = InjectionOption(_parse_number(0), "a rank of the run, from 0", is_optional=True)
+STEP = _number(1, "a step of the run, from 1", 1)
+RANK = _number(0, "a rank of the run, from 0")
+ANY_RANK = replace(RANK, is_optional=True)
 NAME = InjectionOption(str, "a pattern of file names", "*")
-
-
-def _phase(default: str) -> InjectionOption:
-    return InjectionOption(_parse_choice(PHASES), ", ".join(PHASES), default)
-
+_AT = {"rank": RANK, "step": STEP}
 
 FAULT_KINDS: dict[str, dict[str, InjectionOption]] = {
-    "kill": {
-        "rank": RANK,
-        "step": STEP,
-        "phase": _phase("forward"),
-        "signal": InjectionOption(_parse_choice(SIGNALS), ", ".join(SIGNALS), "SIGKILL"),
-    },
-    "gone": {
-        "rank": RANK,
-        "step": STEP,
-        "of": InjectionOption(_parse_number(1), "the number of ranks it belongs to", is_optional=True),
-    },
-    "raise": {"rank": RANK, "step": STEP, "phase": _phase("forward")},
-    "sleep": {
-        "rank": RANK,
-        "step": STEP,
-        "phase": _phase("data"),
-        "seconds": InjectionOption(_parse_number(0, float), "0 or more", 3600.0),
-    },
+    "kill": {**_AT, "phase": _choice(PHASES, "forward"), "signal": _choice(SIGNALS, "SIGKILL")},
+    "gone": {**_AT, "of": _number(1, "the number of ranks it belongs to", is_optional=True)},
+    "raise": {**_AT, "phase": _choice(PHASES, "forward")},
+    "sleep": {**_AT, "phase": _choice(PHASES, "data"), "seconds": _number(0, default=3600.0)},
     "skip-collective": {
-        "rank": RANK,
-        "step": STEP,
+        **_AT,
         "axis": InjectionOption(str, "an axis of the layout, as a diagnosis names it", ""),
-        "op": InjectionOption(_parse_choice(OPS), ", ".join(OPS), ""),
+        "op": _choice(OPS, ""),
     },
-    "slow-rank": {
-        "rank": RANK,
-        "step": STEP,
-        "factor": InjectionOption(_parse_number(1, float), "1 or more", 2.0),
-    },
-    "corrupt-file": {
-        "rank": ANY_RANK,
-        "step": STEP,
-        "name": NAME,
-        "byte": InjectionOption(_parse_number(0), "0 or more", is_optional=True),
-    },
+    "slow-rank": {**_AT, "factor": _number(1, default=2.0)},
+    "corrupt-file": {"rank": ANY_RANK, "step": STEP, "name": NAME, "byte": _number(0, is_optional=True)},
     "full-disk": {"rank": ANY_RANK, "step": STEP, "name": NAME},
     "spike": {"step": STEP},
-    "flip": {"rank": RANK, "step": STEP, "layer": InjectionOption(str, "a pattern of module names of the model", "*")},
+    "flip": {**_AT, "layer": InjectionOption(str, "a pattern of module names of the model", "*")},
 }
 """the kinds of faults and their options"""
 
@@ -125,80 +100,53 @@ def injections_of_later_attempt(
 ) -> tuple[Injection, ...]:
     """The injections that strike again in a later attempt: `gone` kills its rank at the start of every attempt that has
     as many ranks as it names."""
-    gone = [one for one in injections if one.kind == "gone" and world_size == (one.of or first_world_size)]
-    return tuple(replace(one, options={**one.options, "step": 0}) for one in gone)
+    gone = [fault for fault in injections if fault.kind == "gone" and world_size == (fault.of or first_world_size)]
+    return tuple(replace(fault, options={**fault.options, "step": 0}) for fault in gone)
 
 
 def parse_injections(
     texts: Sequence[str], *, world_size: int | None = None, steps: int | None = None
 ) -> tuple[Injection, ...]:
     """Parse all injections, or raise a ValidationError with all of their errors."""
-    parsed, faults = [], []
-    for text in texts:
-        injection, wrong = _parse_one(text, world_size, steps)
-        faults += wrong
-        parsed += [injection] if not wrong else []
-    if faults:
-        raise ValidationError(faults)
-    return tuple(parsed)
+    parsed = [_parse_one(text, world_size, steps) for text in texts]
+    if issues := [issue for _, wrong in parsed for issue in wrong]:
+        raise ValidationError(issues)
+    return tuple(injection for injection, _ in parsed)
 
 
 def _parse_one(text: str, world_size: int | None, steps: int | None) -> tuple[Injection, list[ValidationIssue]]:
+    issues: list[ValidationIssue] = []
+
+    def refuse(message: str, legal: str, hint: str = "") -> None:
+        issues.append(ValidationIssue(key="inject", value=text, message=message, legal=legal, hint=hint))
+
     kind, colon, rest = text.partition(":")
     if kind not in FAULT_KINDS:
-        rule, hint = "is not a known fault", did_you_mean(kind, FAULT_KINDS)
-        return Injection(kind), [
-            ValidationIssue(key="inject", value=text, message=rule, legal=", ".join(FAULT_KINDS), hint=hint)
-        ]
-    known, faults = FAULT_KINDS[kind], []
+        refuse("is not a known fault", ", ".join(FAULT_KINDS), did_you_mean(kind, FAULT_KINDS))
+        return Injection(kind), issues
+    known = FAULT_KINDS[kind]
     values: dict[str, Any] = {name: option.default for name, option in known.items()}
     given: set[str] = set()
     for part in rest.split(",") if colon else []:
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or name not in known:
-            rule = f'has an unknown option ("{part.strip()}")'
             legal = ", ".join(f"{option}=" for option in known)
-            faults.append(
-                ValidationIssue(
-                    key="inject", value=text, message=rule, legal=legal, hint=did_you_mean(name, known) if name else ""
-                )
-            )
+            refuse(f'has an unknown option ("{part.strip()}")', legal, did_you_mean(name, known) if name else "")
             continue
         if name in given:
-            faults.append(
-                ValidationIssue(key="inject", value=text, message=f"gives {name} twice", legal=f"{name} once")
-            )
+            refuse(f"gives {name} twice", f"{name} once")
         given.add(name)
         try:
             values[name] = known[name].parse(value)
         except ValueError as error:
             hint = str(error) if str(error).startswith("did you mean") else ""
-            faults.append(
-                ValidationIssue(
-                    key="inject", value=text, message=f"has {name}={value}", legal=known[name].legal, hint=hint
-                )
-            )
+            refuse(f"has {name}={value}", known[name].legal, hint)
             values[name] = None
-    faults += [
-        ValidationIssue(
-            key="inject", value=text, message=f"is missing {name}", legal=option.legal, hint=f"e.g. {kind}:{name}=1"
-        )
-        for name, option in known.items()
-        if option.default is None and not option.is_optional and name not in given
-    ]
-    faults += _out_of_range(text, values, world_size, steps)
-    return Injection(kind, values), faults
-
-
-def _out_of_range(
-    text: str, values: dict[str, Any], world_size: int | None, steps: int | None
-) -> list[ValidationIssue]:
-    """Errors of ranks and steps that the run does not have."""
-    rank, step, issues = values.get("rank"), values.get("step"), []
-    if world_size is not None and rank is not None and rank >= world_size:
-        rule = f"names a rank that the run does not have (rank={rank} of {world_size})"
-        issues.append(ValidationIssue(key="inject", value=text, message=rule, legal=f"0 to {world_size - 1}"))
-    if steps is not None and step is not None and step > steps:
-        rule = f"names a step that the run does not have (step={step} of {steps})"
-        issues.append(ValidationIssue(key="inject", value=text, message=rule, legal=f"1 to {steps}"))
-    return issues
+    for name, option in known.items():
+        if option.default is None and not option.is_optional and name not in given:
+            refuse(f"is missing {name}", option.legal, f"e.g. {kind}:{name}=1")
+    for name, first, count in (("rank", 0, world_size), ("step", 1, steps)):
+        if count is not None and values.get(name) is not None and values[name] >= first + count:
+            message = f"names a {name} that the run does not have ({name}={values[name]} of {count})"
+            refuse(message, f"{first} to {first + count - 1}")
+    return Injection(kind, values), issues

@@ -47,7 +47,7 @@ class Injector:
     ):
         """`on_strike` is called with each fault and its step, just before it strikes."""
         self._on_strike = on_strike
-        self._pending = [one for one in injections if one.options.get("rank") in (None, rank)]
+        self._pending = [fault for fault in injections if fault.options.get("rank") in (None, rank)]
         self.rank, self._recorder = rank, recorder
         self._mark = (time.time(), 0.0, 0.0, "")
         self._corrupted: tuple[int, set[int]] = (0, set())
@@ -69,64 +69,62 @@ class Injector:
         finally:
             recorder.on_phase = recorder.should_skip = _active = None
 
-    def _take_due(self, kinds: Sequence[str], step: int, **match: str) -> list[Injection]:
+    def _take_due(self, kinds: Sequence[str], step: int, phase: str | None = None) -> list[Injection]:
         """Remove and return the faults that are due; each strikes once."""
-        due = [
-            one
-            for one in self._pending
-            if one.kind in kinds and one.step == step and all(one.options[name] in ("", v) for name, v in match.items())
-        ]
-        self._pending = [one for one in self._pending if one not in due]
-        for one in due:
-            self._on_strike(str(one), step)
+        due = [fault for fault in self._pending if fault.kind in kinds and fault.step == step]
+        due = [fault for fault in due if phase is None or fault.phase == phase]
+        for fault in due:
+            self._strike(fault, step)
         return due
+
+    def _strike(self, fault: Injection, step: int, where: str = "") -> None:
+        self._pending.remove(fault)
+        self._on_strike(f"{fault}{where}", step)
 
     def _on_phase(self, step: int, phase: str) -> None:
         self._slow_down(step, phase)
         if phase == "forward" and self._take_due(("gone",), step):
             os.kill(os.getpid(), signal.SIGKILL)
-        for one in self._take_due(("kill", "raise", "sleep"), step, phase=phase):
-            if one.kind == "kill":
-                os.kill(os.getpid(), one.signal_number)
-            elif one.kind == "sleep":
-                time.sleep(one.seconds)
+        for fault in self._take_due(("kill", "raise", "sleep"), step, phase):
+            if fault.kind == "kill":
+                os.kill(os.getpid(), fault.signal_number)
+            elif fault.kind == "sleep":
+                time.sleep(fault.seconds)
             else:
-                raise InjectedError(f"injected into rank {self.rank} in {phase} of step {step} ({one})")
+                raise InjectedError(f"injected into rank {self.rank} in {phase} of step {step} ({fault})")
 
     def _slow_down(self, step: int, phase: str) -> None:
         """Sleep so that the previous phase, without its waits, takes `factor` times as long."""
         start, wait_s, data_wait_s, previous = self._mark
         recorder = self._recorder
         busy = time.time() - start - (recorder.wait_s - wait_s) - (recorder.data_wait_s - data_wait_s)
-        for one in self._pending:
-            if one.kind == "slow-rank" and step >= one.step and previous in SLOWED_PHASES and busy > 0:
-                time.sleep((one.factor - 1) * busy)
+        for fault in self._pending:
+            if fault.kind == "slow-rank" and step >= fault.step and previous in SLOWED_PHASES and busy > 0:
+                time.sleep((fault.factor - 1) * busy)
                 # The recorder already counts the time of the next phase, data loading; this sleep is not part of it.
-                recorder.data_wait_s -= (one.factor - 1) * busy if phase == "data" else 0.0
+                recorder.data_wait_s -= (fault.factor - 1) * busy if phase == "data" else 0.0
         self._mark = (time.time(), recorder.wait_s, recorder.data_wait_s, phase)
 
     def _should_skip(self, step: int, op: str, axis: str) -> bool:
-        for one in self._pending:
-            if one.kind == "skip-collective" and one.step == step and one.axis in ("", axis) and one.op in ("", op):
-                self._pending.remove(one)
-                self._on_strike(str(one), step)
+        for fault in self._pending:
+            is_due = fault.kind == "skip-collective" and fault.step == step
+            if is_due and fault.axis in ("", axis) and fault.op in ("", op):
+                self._strike(fault, step)
                 return True
         return False
 
     def on_file_written(self, path: Path) -> None:
         step = self._recorder.step
-        for one in [*self._pending]:
-            if one.kind not in ("corrupt-file", "full-disk") or one.step > max(step, 1):
+        of_files = [fault for fault in self._pending if fault.kind in ("corrupt-file", "full-disk")]
+        for fault in of_files:
+            if fault.step > max(step, 1) or not fnmatch(path.name, fault.name):
                 continue
-            if not fnmatch(path.name, one.name):
-                continue
-            self._pending.remove(one)
-            self._on_strike(str(one), step)
+            self._strike(fault, step)
             size = path.stat().st_size
-            if one.kind == "full-disk":
+            if fault.kind == "full-disk":
                 os.truncate(path, size // 2)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-            _flip_byte(path, size // 2 if one.byte is None else min(one.byte, size - 1))
+            _flip_byte(path, size // 2 if fault.byte is None else min(fault.byte, size - 1))
 
     def should_corrupt_batch(self, sample: int) -> bool:
         """Whether to corrupt a microbatch: all of the step's, in the first attempt at the step."""
@@ -143,16 +141,14 @@ class Injector:
     def should_flip(self, name: str) -> bool:
         """Whether to flip a bit of this module's output or this parameter's gradient, once."""
         step = self._recorder.step
-        due = [one for one in self._pending if one.kind == "flip" and one.step == step and fnmatch(name, one.layer)]
+        due = [flip for flip in self.pending_flips if flip.step == step and fnmatch(name, flip.layer)]
         if due:
-            self._pending.remove(due[0])
-            self._on_strike(f"{due[0]} ({name})", step)
+            self._strike(due[0], step, f" ({name})")
         return bool(due)
 
     @property
-    def flip_patterns(self) -> list[str]:
-        """Module and parameter patterns of the pending bit flips."""
-        return [one.layer for one in self._pending if one.kind == "flip"]
+    def pending_flips(self) -> list[Injection]:
+        return [fault for fault in self._pending if fault.kind == "flip"]
 
 
 _active: Injector | None = None
@@ -160,7 +156,7 @@ _active: Injector | None = None
 
 def pending_flip_patterns() -> list[str]:
     """Module and parameter patterns of the pending bit flips on this rank."""
-    return _active.flip_patterns if _active is not None else []
+    return [flip.layer for flip in _active.pending_flips] if _active is not None else []
 
 
 def should_flip_output(name: str) -> bool:

@@ -29,9 +29,9 @@ def explain_failure(folder: Path, failures: Sequence[RankFailure], world_size: i
         return FailureExplanation(report, int(culprit) if culprit else None)
     states = store.states(world_size)
     for failure in failures:
-        exit_kind = "killed" if failure.died else "raised"
-        state = states[failure.rank].with_exit(exit_kind, failure.reason, lost_peer=failure.lost_peer)
-        states[failure.rank] = state.with_exit_time(failure.time_ns / 1e9)
+        kind, ended = "killed" if failure.died else "raised", failure.time_ns / 1e9
+        state = states[failure.rank].with_exit(kind, failure.reason, lost_peer=failure.lost_peer, exit_time=ended)
+        states[failure.rank] = state
     diagnosis = diagnose(states)
     text = format_diagnosis(diagnosis, states)
     if run := store.get(RUN_KEY):

@@ -55,11 +55,6 @@ class RankState:
         pending = [entry for entry in self.entries if entry.is_pending]
         return min(pending, key=lambda entry: entry.wait_start, default=None)
 
-    @property
-    def last_entry(self) -> RecorderEntry | None:
-        """The operation that it started last."""
-        return self.entries[-1] if self.entries else None
-
     def last_number(self, sequence: str) -> int | None:
         """The number of the last operation that it started on a sequence; None if it does not know the sequence."""
         numbers = [entry.number for entry in self.entries if entry.sequence == sequence]
@@ -67,15 +62,11 @@ class RankState:
             numbers.append(self.sequences[sequence][0])
         return max(numbers, default=None)
 
-    def with_exit_time(self, exit_time: float) -> RankState:
-        return replace(self, exit_time=exit_time)
-
     def to_json(self, entries: bool = True) -> str:
         fields: dict[str, Any] = {**self.__dict__, "memory": asdict(self.memory)}
         fields["sequences"] = {name: [last, format_ranks(ranks)] for name, (last, ranks) in self.sequences.items()}
-        fields["entries"] = (
-            [list(entry.__dict__.values()) for entry in self.entries[-HEARTBEAT_ENTRIES:]] if entries else []
-        )
+        newest = self.entries[-HEARTBEAT_ENTRIES:] if entries else ()
+        fields["entries"] = [list(entry.__dict__.values()) for entry in newest]
         return json.dumps(fields)
 
     @classmethod
@@ -88,11 +79,10 @@ class RankState:
         fields["stack"] = tuple(fields["stack"])
         return cls(**fields)
 
-    def with_exit(self, kind: str, reason: str, *, lost_peer: bool = False) -> RankState:
-        """The state after the rank ended."""
-        return replace(
-            self, exit_kind=kind, exit_reason=reason, lost_peer=lost_peer, exit_time=self.exit_time or time.time()
-        )
+    def with_exit(self, kind: str, reason: str, *, lost_peer: bool = False, exit_time: float = 0.0) -> RankState:
+        """The state after the rank ended, now by default."""
+        ended = exit_time or self.exit_time or time.time()
+        return replace(self, exit_kind=kind, exit_reason=reason, lost_peer=lost_peer, exit_time=ended)
 
 
 def capture_rank_state(recorder: FlightRecorder, rank: int) -> RankState:

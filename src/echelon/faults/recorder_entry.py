@@ -62,12 +62,10 @@ class RecorderEntry:
         """What must be equal on all ranks; the sizes of an all-to-all may differ."""
         return (self.op, "", self.dtype) if self.op == "all_to_all" else (self.op, self.shape, self.dtype)
 
-
-def encode_entry(
-    op: str, axis: str, sequence: str, number: int, peers: str, shape: str, dtype: str, site: str, step: int, phase: str
-) -> bytes:
-    text = f"{op}\t{axis}\t{sequence}\t{number}\t{peers}\t{shape}\t{dtype}\t{step}\t{phase}\t{site}"
-    return text.encode("utf-8", "replace")
+    @property
+    def key(self) -> tuple[tuple[str, str, str], str]:
+        """Its signature and call site."""
+        return self.signature, self.site
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
@@ -102,11 +100,6 @@ def read_entries(buffer: bytes | bytearray) -> list[RecorderEntry]:
         if len(parts) != 10:
             continue
         op, axis, sequence, number, peers, shape, dtype, step, phase, site = parts
-        members = parse_ranks(peers)
-        decoded.append(
-            RecorderEntry(
-                *(flag.decode(), order, started, waiting, ended, op, axis, sequence, int(number), members),
-                *(shape, dtype, site, int(step), phase),
-            )
-        )
+        operation = op, axis, sequence, int(number), parse_ranks(peers), shape, dtype, site, int(step), phase
+        decoded.append(RecorderEntry(flag.decode(), order, started, waiting, ended, *operation))
     return sorted(decoded, key=lambda entry: entry.order)

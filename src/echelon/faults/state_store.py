@@ -22,9 +22,12 @@ class StateStore(Protocol):
 
     def put(self, state: RankState) -> None: ...
 
-    def states(self, world: int) -> list[RankState]:
-        """Read every rank's last state; for a rank that never published one, its number alone."""
+    def state(self, rank: int) -> RankState:
+        """Read a rank's last state; for a rank that never published one, its number alone."""
         ...
+
+    def states(self, world: int) -> list[RankState]:
+        return [self.state(rank) for rank in range(world)]
 
     def claim(self, name: str = "diagnosis") -> bool:
         """Claim a name; true on the first rank that does."""
@@ -37,7 +40,7 @@ class StateStore(Protocol):
         ...
 
 
-class FileStateStore:
+class FileStateStore(StateStore):
     """A state store in a directory of this node."""
 
     def __init__(self, folder: Path):
@@ -53,10 +56,7 @@ class FileStateStore:
         draft.write_text(state.to_json(entries=False), encoding="utf-8")
         draft.rename(self.folder / f"rank{state.rank}.json")
 
-    def states(self, world: int) -> list[RankState]:
-        return [self._state(rank) for rank in range(world)]
-
-    def _state(self, rank: int) -> RankState:
+    def state(self, rank: int) -> RankState:
         state = RankState(rank=rank)
         with contextlib.suppress(OSError, ValueError):
             state = RankState.from_json((self.folder / f"rank{rank}.json").read_text(encoding="utf-8"))
@@ -91,7 +91,7 @@ class FileStateStore:
         return time.time() - path.stat().st_mtime if path.exists() else float("inf")
 
 
-class C10dStateStore:
+class C10dStateStore(StateStore):
     """A state store in the process group's store, over a connection of its own."""
 
     def __init__(self, store: Any):
@@ -100,11 +100,8 @@ class C10dStateStore:
     def put(self, state: RankState) -> None:
         self._store.set(f"faults/rank{state.rank}", state.to_json())
 
-    def states(self, world: int) -> list[RankState]:
-        return [self._state(rank) for rank in range(world)]
-
-    def _state(self, rank: int) -> RankState:
-        text = self._get(f"faults/rank{rank}")
+    def state(self, rank: int) -> RankState:
+        text = self.get(f"rank{rank}")
         return RankState.from_json(text) if text else RankState(rank=rank)
 
     def claim(self, name: str = "diagnosis") -> bool:
@@ -114,10 +111,7 @@ class C10dStateStore:
         self._store.set(f"faults/{name}", text)
 
     def get(self, name: str) -> str:
-        return self._get(f"faults/{name}")
-
-    def _get(self, key: str) -> str:
-        if not self._store.check([key]):  # `get` would block
+        if not self._store.check([f"faults/{name}"]):  # `get` would block
             return ""
-        value: bytes = self._store.get(key)
+        value: bytes = self._store.get(f"faults/{name}")
         return value.decode("utf-8", "replace")
