@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +34,15 @@ RENDEZVOUS_TIMEOUT_S = 900
 
 ErrorFactory = Callable[[Mapping[int, Any], int], RankError]
 """(torch's failures by rank, number of the attempt) -> the error to raise"""
+OnRestart = Callable[[RankError, int], None]
+"""called before a restart with its cause and its number"""
 
 
 class AgentObserver:
     """Reacts to the agent's starts and failures: counts attempts, forwards stop requests, refuses useless restarts."""
 
-    def __init__(
-        self,
-        folder: Path,
-        make_error: ErrorFactory,
-        on_restart: Callable[[RankError, int], None] | None,
-        *,
-        is_stoppable: bool,
-    ):
-        self._folder, self._make_error, self._on_restart, self._stoppable = folder, make_error, on_restart, is_stoppable
+    def __init__(self, folder: Path, make_error: ErrorFactory, on_restart: OnRestart | None, *, is_stoppable: bool):
+        self.folder, self._make_error, self._on_restart, self._stoppable = folder, make_error, on_restart, is_stoppable
         self.attempt = -1
         self.stopping = False
 
@@ -73,16 +68,14 @@ class AgentObserver:
         self._request_stop()
 
     def _request_stop(self) -> None:
-        scratch_dir.request_stop(scratch_dir.attempt_dir(self._folder, self.attempt))
+        scratch_dir.request_stop(scratch_dir.attempt_dir(self.folder, self.attempt))
 
 
 def run_agent(
     entry: Callable[..., Any],
-    args: Sequence[Any],
+    args: tuple[Any, ...],
     num_ranks: int,
-    *,
     observer: AgentObserver,
-    log_dir: Path,
     max_restarts: int,
     run_id: str,
 ) -> dict[int, Any]:
@@ -105,15 +98,14 @@ def run_agent(
         role="rank",
         local_world_size=num_ranks,
         entrypoint=entry,
-        args=tuple(args),
+        args=args,
         rdzv_handler=handler,
         max_restarts=max_restarts,
         monitor_interval=POLL_S,
         local_addr=LOOPBACK,
     )
-    agent = compat.observed_elastic_agent(observer)(
-        spec, logs_specs=DefaultLogsSpecs(log_dir=str(log_dir)), start_method=forkserver.METHOD
-    )
+    logs = DefaultLogsSpecs(log_dir=str(observer.folder / "elastic"))
+    agent = compat.observed_elastic_agent(observer)(spec, logs_specs=logs, start_method=forkserver.METHOD)
     try:
         result = agent.run()
         if result.is_failed():

@@ -43,25 +43,21 @@ def forkserver_context(preload: Iterable[str] = ()) -> ForkServerContext:
 
 def await_imports() -> None:
     """Wait until the server can fork, so that an interrupt while waiting leaves no half-started rank behind."""
-    process = forkserver_context().Process(target=_do_nothing, daemon=True)
+    process = forkserver_context().Process(daemon=True)  # without a target it exits at once
     process.start()
     process.join()
     process.close()
 
 
-def _do_nothing() -> None:
-    pass
-
-
-def end_with_parent() -> None:
-    """End this rank when the process that launched it is gone.
+def begin_rank() -> None:
+    """Unblock signals in a new rank, and end it when the process that launched it is gone.
 
     The operating system's parent is the fork server, which lives as long as its forks. Without this, a hanging rank
     would outlive a killed program.
     """
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, MASKED_SIGNALS)
     parent = multiprocessing.parent_process()
-    if parent is None:
-        raise AssertionError("not a process that multiprocessing started")
+    assert parent is not None, "not a process that multiprocessing started"
 
     def wait() -> None:
         parent.join()

@@ -48,8 +48,6 @@ FATAL_ERROR_PREFIX = "Fatal Python error"
 
 ExplainFailure = Callable[[Path, Sequence[RankFailure], int], FailureExplanation | None]
 """(scratch directory of the attempt, failures, number of ranks) -> the diagnosis"""
-OnRestart = Callable[[RankError, int], None]
-"""called before a restart with its cause and its number"""
 
 
 def launch_ranks(
@@ -60,7 +58,7 @@ def launch_ranks(
     log_dir: Path | None = None,
     explain: ExplainFailure | None = None,
     max_restarts: int = 0,
-    on_restart: OnRestart | None = None,
+    on_restart: elastic_agent.OnRestart | None = None,
     is_stoppable: bool = False,
     run_id: str = "",
     devices: Sequence[int] = (),
@@ -79,26 +77,25 @@ def launch_ranks(
     forkserver.await_imports()
     with tempfile.TemporaryDirectory(prefix="echelon-ranks-") as scratch:
         folder = Path(scratch)
-        what = f"{function.__module__}.{function.__qualname__}"
 
         def make_error(seen: Mapping[int, Any], attempt: int) -> RankError:
-            return _make_error(
-                seen, scratch_dir.attempt_dir(folder, attempt), log_dir, num_ranks, what, explain, attempt
-            )
+            attempt_dir = scratch_dir.attempt_dir(folder, attempt)
+            failures = _collect_failures(seen, attempt_dir, log_dir or attempt_dir)
+            remark = f"This was after {attempt} restart{'s' if attempt > 1 else ''}." if attempt else ""
+            explanation = explain(attempt_dir, failures, num_ranks) if explain is not None else None
+            if explanation is not None:
+                text = " ".join(filter(None, [explanation.text, remark]))
+                return RankError.from_explanation(replace(explanation, text=text), failures)
+            name = f"{function.__module__}.{function.__qualname__}"
+            return RankError.from_failure(first_failure(failures), world_size=num_ranks, function=name, remark=remark)
 
         observer = elastic_agent.AgentObserver(folder, make_error, on_restart, is_stoppable=is_stoppable)
         call = serialize((function, tuple(args)))
+        rank_args = (call, str(folder), str(log_dir or ""), _visible_devices(devices))
         try:
             with _quiet_elastic_logs(), _restored_signal_handlers():
-                values = elastic_agent.run_agent(
-                    _run_rank,
-                    (call, str(folder), str(log_dir or ""), _visible_devices(devices)),
-                    num_ranks,
-                    observer=observer,
-                    log_dir=folder / "elastic",
-                    max_restarts=max_restarts,
-                    run_id=run_id or uuid.uuid4().hex,
-                )
+                run_id = run_id or uuid.uuid4().hex
+                values = elastic_agent.run_agent(_run_rank, rank_args, num_ranks, observer, max_restarts, run_id)
         except ChildFailedError as error:
             raise make_error(error.failures, observer.attempt) from None
         except SignalException as error:
@@ -115,8 +112,7 @@ def _run_rank(call: bytes, root: str, logs: str, visible: str) -> bytes:
     # The agent ends ranks by these signals. The default action exits at once and without a traceback.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, forkserver.MASKED_SIGNALS)
-    forkserver.end_with_parent()
+    forkserver.begin_rank()
     rank = int(os.environ["RANK"])
     folder = scratch_dir.attempt_dir(Path(root), int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
     folder.mkdir(exist_ok=True)
@@ -133,11 +129,10 @@ def _run_rank(call: bytes, root: str, logs: str, visible: str) -> bytes:
         return serialize(value) if rank == 0 else b""
     except BaseException as error:
         failure = RankFailure.from_exception(error, rank)
-        record = folder / f"failure{rank}.json"
         # Renamed when complete, because the agent may end this rank at any moment.
-        draft = record.with_suffix(".draft")
+        draft = folder / f"failure{rank}.draft"
         draft.write_text(json.dumps(asdict(failure)))
-        draft.rename(record)
+        draft.rename(draft.with_suffix(".json"))
         if failure.lost_peer:
             time.sleep(LINGER_S)
         sys.exit(1)
@@ -147,24 +142,6 @@ def _visible_devices(devices: Sequence[int]) -> str:
     """CUDA_VISIBLE_DEVICES restricted to these of the visible devices."""
     shown = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return ",".join(shown[number] if number < len(shown) else str(number) for number in devices)
-
-
-def _make_error(
-    seen: Mapping[int, Any],
-    folder: Path,
-    logs: Path | None,
-    procs: int,
-    what: str,
-    explain: ExplainFailure | None,
-    attempt: int,
-) -> RankError:
-    failures = _collect_failures(seen, folder, logs or folder)
-    remark = f"This was after {attempt} restart{'s' if attempt > 1 else ''}." if attempt else ""
-    explanation = explain(folder, failures, procs) if explain is not None else None
-    if explanation is not None:
-        text = " ".join(filter(None, [explanation.text, remark]))
-        return RankError.from_explanation(replace(explanation, text=text), failures)
-    return RankError.from_failure(first_failure(failures), world_size=procs, function=what, remark=remark)
 
 
 def _redirect_output(path: Path) -> None:
@@ -177,12 +154,12 @@ def _redirect_output(path: Path) -> None:
 
 
 def _collect_failures(seen: Mapping[int, Any], folder: Path, logs: Path) -> list[RankFailure]:
-    collected = [RankFailure(**json.loads(path.read_text())) for path in folder.glob("failure*.json")]
-    recorded = {failure.rank for failure in collected}
+    failures = [RankFailure(**json.loads(path.read_text())) for path in folder.glob("failure*.json")]
+    recorded = {failure.rank for failure in failures}
     for rank, ended in seen.items():
         if rank not in recorded:
-            collected.append(RankFailure.from_exit_code(ended.exitcode, rank, _last_lines(logs / f"rank{rank}.log")))
-    return collected
+            failures.append(RankFailure.from_exit_code(ended.exitcode, rank, _last_lines(logs / f"rank{rank}.log")))
+    return failures
 
 
 def _last_lines(log: Path) -> str:
@@ -196,17 +173,15 @@ def _last_lines(log: Path) -> str:
 @contextmanager
 def _quiet_elastic_logs() -> Iterator[None]:
     """Silence the agent's log of a failure, which the launcher reports itself."""
-    loggers = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict)]
-    loggers = [
-        logger for logger in loggers if logger.name.startswith(("torch.distributed.elastic", "torch.multiprocessing"))
-    ]
-    levels = [logger.level for logger in loggers]
+    packages = ("torch.distributed.elastic", "torch.multiprocessing")
+    loggers = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict) if name.startswith(packages)]
+    levels = {logger: logger.level for logger in loggers}
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
+        for logger, level in levels.items():
             logger.setLevel(level)
 
 

@@ -22,21 +22,19 @@ import faulthandler
 import gc
 import signal
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from echelon.compat import clear_sharding_cache
-from echelon.launch.forkserver import MASKED_SIGNALS, end_with_parent
+from echelon.launch.forkserver import begin_rank
 from echelon.launch.rank_failure import RankFailure
 from echelon.launch.serialize import deserialize, serialize
-from echelon.launch.world import LOOPBACK, use_loopback
+from echelon.launch.world import LOOPBACK, leave_process_group, use_loopback
 
 READY = b"ready"
 LEAVE = b"leave"
@@ -58,21 +56,15 @@ class PoolTask:
     """(function, args, kwargs), serialized; deserialized after `sys_path` is set."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TaskOutcome:
-    """The outcome of a task. Exactly one of the two fields is set."""
-
-    value: bytes | None = None
-    """The function's return value, serialized."""
-    failure: RankFailure | None = None
+TaskOutcome = bytes | RankFailure
+"""The function's return value, serialized, or the failure of the rank."""
 
 
 def serve_tasks(pool: Connection, port: int, stack_file: str) -> None:
     """Run tasks until the pool closes the connection. On SIGUSR1 or a crash, `stack_file` gets this rank's stack."""
     # Ctrl-C reaches every process of the terminal; the pool handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, MASKED_SIGNALS)
-    end_with_parent()
+    begin_rank()
     torch.set_num_threads(1)
     use_loopback()
     store = TCPStore(LOOPBACK, port, is_master=False)
@@ -87,11 +79,12 @@ def serve_tasks(pool: Connection, port: int, stack_file: str) -> None:
             pool.send_bytes(READY)
             while True:
                 task: PoolTask = deserialize(pool.recv_bytes())
-                outcome = _run_task(task, store)
-                pool.send_bytes(serialize(outcome))
+                pool.send_bytes(serialize(_run_task(task, store)))
                 if pool.recv_bytes() != LEAVE:
                     raise AssertionError("the pool sent a task to a rank that had not left the group of the last one")
-                _leave_group()
+                leave_process_group()
+                if "torch.distributed.tensor" in sys.modules:
+                    clear_sharding_cache()
                 pool.send_bytes(READY)
         except (EOFError, ConnectionError):
             return
@@ -100,7 +93,7 @@ def serve_tasks(pool: Connection, port: int, stack_file: str) -> None:
 def _run_task(task: PoolTask, store: Store) -> TaskOutcome:
     try:
         sys.path[:] = task.sys_path
-        function, args, kwargs = _deserialize_call(task.call)
+        function, args, kwargs = deserialize(task.call)
         # A task must not depend on the previous one.
         torch.manual_seed(0)
         torch.set_default_dtype(torch.float32)
@@ -111,20 +104,6 @@ def _run_task(task: PoolTask, store: Store) -> TaskOutcome:
             world_size=task.world,
             timeout=timedelta(seconds=task.timeout),
         )
-        return TaskOutcome(value=serialize(function(*args, **kwargs)))
+        return serialize(function(*args, **kwargs))
     except BaseException as error:
-        return TaskOutcome(failure=RankFailure.from_exception(error, task.rank))
-
-
-def _deserialize_call(call: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    function_and_args: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] = deserialize(call)
-    return function_and_args
-
-
-def _leave_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    # Models and meshes form reference cycles that hold process groups, and with them sockets and threads.
-    gc.collect()
-    if "torch.distributed.tensor" in sys.modules:
-        clear_sharding_cache()
+        return RankFailure.from_exception(error, task.rank)

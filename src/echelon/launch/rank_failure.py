@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from echelon.layout.validation_error import ValidationError
 
@@ -54,13 +55,11 @@ class RankFailure:
         """The failure of the rank that has just caught `error`, without the frame that caught it."""
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
             error = error.with_traceback(error.__traceback__.tb_next)
-        text = "".join(traceback.format_exception(error))
-        reason = "".join(traceback.format_exception_only(error)).strip()
         return cls(
             rank=rank,
             time_ns=time.monotonic_ns(),
-            reason=reason,
-            traceback=text.rstrip(),
+            reason="".join(traceback.format_exception_only(error)).strip(),
+            traceback="".join(traceback.format_exception(error)).rstrip(),
             lost_peer=is_lost_peer(error),
             user_errors=user_error_messages(error),
             modules=traceback_modules(error),
@@ -69,13 +68,8 @@ class RankFailure:
     @classmethod
     def from_exit_code(cls, exitcode: int | None, rank: int, output: str = "") -> RankFailure:
         """The failure of a rank whose process ended. `output` is its last output."""
-        return cls(
-            rank=rank,
-            time_ns=time.monotonic_ns(),
-            reason=_describe_exit(exitcode),
-            traceback=output.rstrip(),
-            died=True,
-        )
+        now, reason = time.monotonic_ns(), _describe_exit(exitcode)
+        return cls(rank=rank, time_ns=now, reason=reason, traceback=output.rstrip(), died=True)
 
 
 @dataclass(frozen=True)
@@ -93,9 +87,7 @@ class RankError(RuntimeError):
 
     def __init__(self, message: str, *, rank: int, reason: str, failure: RankFailure | None = None) -> None:
         super().__init__(message)
-        self.rank = rank
-        self.reason = reason
-        self.failure = failure
+        self.rank, self.reason, self.failure = rank, reason, failure
 
     @classmethod
     def from_failure(cls, failure: RankFailure, *, world_size: int, function: str, remark: str = "") -> RankError:
@@ -110,12 +102,11 @@ class RankError(RuntimeError):
         cause = first_failure(failures)
         shown = cause.traceback if explanation.rank == cause.rank and not cause.lost_peer else ""
         text = "\n\n".join(filter(None, [explanation.text, shown]))
-        return cls(
-            text, rank=cause.rank if explanation.rank is None else explanation.rank, reason=cause.reason, failure=cause
-        )
+        rank = cause.rank if explanation.rank is None else explanation.rank
+        return cls(text, rank=rank, reason=cause.reason, failure=cause)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_error, (str(self), self.rank, self.reason, self.failure)
+        return partial(RankError, rank=self.rank, reason=self.reason, failure=self.failure), (str(self),)
 
 
 def first_failure(failures: Iterable[RankFailure]) -> RankFailure:
@@ -144,10 +135,6 @@ def user_error_messages(error: BaseException) -> tuple[str, ...]:
 def traceback_modules(error: BaseException) -> tuple[str, ...]:
     frames = traceback.walk_tb(error.__traceback__)
     return tuple(str(frame.f_globals.get("__name__", "")) for frame, _ in frames)
-
-
-def _rebuild_error(message: str, rank: int, reason: str, failure: RankFailure | None) -> RankError:
-    return RankError(message, rank=rank, reason=reason, failure=failure)
 
 
 def _describe_exit(exitcode: int | None) -> str:

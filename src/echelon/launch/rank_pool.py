@@ -18,7 +18,6 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -69,19 +68,22 @@ class RankPool:
         if world < 1:
             raise ValueError(f"at least one rank is required (world={world})")
         self._num_tasks += 1
-        name = f"{function.__module__}.{function.__qualname__}"
-        call = serialize((function, args, kwargs))
-        path = [entry or os.getcwd() for entry in sys.path]
+        task = PoolTask(
+            name=f"task{self._num_tasks}",
+            rank=0,
+            world=world,
+            timeout=timeout,
+            sys_path=[entry or os.getcwd() for entry in sys.path],
+            call=serialize((function, args, kwargs)),
+        )
         ranks = self._warm_ranks(world)
         try:
             deadline = time.monotonic() + timeout
-            task = PoolTask(
-                name=f"task{self._num_tasks}", rank=0, world=world, timeout=timeout, sys_path=path, call=call
-            )
             for number, rank in enumerate(ranks):
                 rank.send(serialize(replace(task, rank=number)))
             values, failures = _collect(ranks, deadline)
             if failures or len(values) < world:
+                name = f"{function.__module__}.{function.__qualname__}"
                 raise _make_error(ranks, values, failures, name=name, timeout=timeout)
             for rank in ranks:
                 rank.send(LEAVE)
@@ -106,9 +108,7 @@ class RankPool:
     def __enter__(self) -> RankPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _warm_ranks(self, world: int) -> list[_PoolRank]:
@@ -119,12 +119,10 @@ class RankPool:
         for rank in [rank for rank in self._ranks if not rank.alive]:
             rank.end()
             self._ranks.remove(rank)
-        started = []
+        num_warm = len(self._ranks)
         while len(self._ranks) < world:
-            rank = _PoolRank(self._context, self._store.port, Path(self._folder.name))
-            self._ranks.append(rank)
-            started.append(rank)
-        _await_ready(started, START_TIMEOUT_S)
+            self._ranks.append(_PoolRank(self._context, self._store.port, Path(self._folder.name)))
+        _await_ready(self._ranks[num_warm:], START_TIMEOUT_S)
         return self._ranks[:world]
 
 
@@ -204,14 +202,11 @@ def _collect(ranks: Sequence[_PoolRank], deadline: float) -> tuple[dict[int, byt
             try:
                 outcome: TaskOutcome = deserialize(connection.recv_bytes())
             except (EOFError, ConnectionError):
-                rank = ranks[number]
-                failures.append(RankFailure.from_exit_code(rank.exitcode(), number, rank.stack()))
-                continue
-            if outcome.failure is not None:
-                failures.append(outcome.failure)
+                outcome = RankFailure.from_exit_code(ranks[number].exitcode(), number, ranks[number].stack())
+            if isinstance(outcome, RankFailure):
+                failures.append(outcome)
             else:
-                assert outcome.value is not None
-                values[number] = outcome.value
+                values[number] = outcome
         if failures:
             grace = GRACE_FOR_CAUSE_S if first_failure(failures).lost_peer else GRACE_S
             since = min(failure.time_ns for failure in failures) / 1e9
@@ -230,24 +225,23 @@ def _make_error(
         return RankError.from_failure(cause, world_size=world, function=name)
     # Every failure is a lost peer or a timeout: some rank hangs.
     numbers = ", ".join(map(str, unfinished))
-    where = _read_stacks([(number, ranks[number]) for number in unfinished])
+    where = _read_stacks({number: ranks[number] for number in unfinished})
     if cause is not None:
-        return RankError.from_failure(
-            cause, world_size=world, function=name, remark=f"ranks that had not finished: {numbers}\n{where}"
-        )
+        remark = f"ranks that had not finished: {numbers}\n{where}"
+        return RankError.from_failure(cause, world_size=world, function=name, remark=remark)
     reason = f"ranks that had not finished after {timeout:g} s: {numbers}"
     return RankError(f"{name} timed out on {world} ranks ({reason})\n{where}", rank=unfinished[0], reason=reason)
 
 
-def _read_stacks(ranks: list[tuple[int, _PoolRank]]) -> str:
+def _read_stacks(ranks: dict[int, _PoolRank]) -> str:
     """The current stack of each rank, innermost call first."""
-    for _, rank in ranks:
+    for rank in ranks.values():
         rank.request_stack()
     deadline = time.monotonic() + 0.5
-    while time.monotonic() < deadline and not all(rank.stack() for _, rank in ranks):
+    while time.monotonic() < deadline and not all(rank.stack() for rank in ranks.values()):
         time.sleep(0.01)
     parts = []
-    for number, rank in ranks:
+    for number, rank in ranks.items():
         frames = [line for line in rank.stack().splitlines() if line.startswith("  File")]
         parts.append("\n".join([f"rank {number} was in (most recent call first):", *frames[:MAX_FRAMES]]))
     return "\n".join(parts)

@@ -75,27 +75,18 @@ def join_process_group(
     unchanged. `device` is `auto`, `cpu` or `cuda`; `timeout` is in seconds per collective. After a rendezvous its store
     forms the group; `world_size` is the number of ranks that take part where the others idle.
     """
+    import torch
     import torch.distributed as dist
 
     if dist.is_initialized():
         yield _existing_world(device)
-    elif not under_launcher():
+        return
+    if not under_launcher():
         yield World(device=_choose_device(device, local_rank=0, local_world_size=1))
-    else:
-        with _new_process_group(device, timeout, rendezvous, world_size) as world:
-            yield world
-
-
-@contextmanager
-def _new_process_group(
-    device: str, timeout: float, rendezvous: Rendezvous[Any] | None, ranks: int | None
-) -> Iterator[World]:
-    import torch
-    import torch.distributed as dist
-
-    rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    world_size = ranks or world_size
+        return
+    rank, num_launched, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", num_launched))
+    world_size = world_size or num_launched
     torch_device = _choose_device(device, local_rank=local_rank, local_world_size=local_world_size)
     # On CUDA there is a gloo group too, for background checkpoints and for small Python objects.
     backend = "cpu:gloo,cuda:nccl" if torch_device.type == "cuda" else "gloo"
@@ -115,12 +106,19 @@ def _new_process_group(
     try:
         yield World(rank=rank, world_size=world_size, local_rank=local_rank, device=torch_device, backend=backend)
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        # Models and mesh axes form reference cycles that hold process groups. A group that survives has threads, and
-        # one that takes the GIL while the interpreter exits aborts the process.
-        gc.collect()
+        leave_process_group()
         torch.set_num_threads(threads)
+
+
+def leave_process_group() -> None:
+    """Destroy the process group, and what holds it."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    # Models and mesh axes form reference cycles that hold process groups. A group that survives has sockets and
+    # threads, and one that takes the GIL while the interpreter exits aborts the process.
+    gc.collect()
 
 
 def use_loopback() -> None:
@@ -159,10 +157,11 @@ def _choose_device(device: str, *, local_rank: int, local_world_size: int) -> to
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f'unknown device (device="{device}"); use auto, cpu or cuda')
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device == "cuda" and num_devices < local_world_size:
+    if device != "cpu" and num_devices >= local_world_size:
+        return torch.device("cuda", local_rank)
+    if device == "cuda":
         raise ValueError(
             f"device=cuda requires one CUDA device per rank of this node (ranks={local_world_size}, "
             f"devices={num_devices}); use fewer ranks, or device=cpu"
         )
-    use_cuda = device != "cpu" and num_devices >= local_world_size
-    return torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    return torch.device("cpu")
