@@ -59,13 +59,13 @@ def command(
         _list_keys(as_json)
         return
     with report_errors(as_json):
-        from echelon.training.start_training import load_config, load_resumed_config, run_training
+        from echelon.training.run.resume import resumed_config
+        from echelon.training.start_training import load_config, run_training
 
         if resume and config is not None:
             raise ValueError(f"--resume uses the saved configuration (got {config}); change keys with --set")
-        run_config = (
-            load_resumed_config(resume, settings or [], procs) if resume else load_config(config, settings or [], procs)
-        )
+        given = settings or []
+        run_config = resumed_config(resume, given, world=procs) if resume else load_config(config, given, procs)
         if plan:
             run_config = _apply_plan(run_config, plan, procs, quiet=as_json)
         summary = run_training(run_config, procs=procs, quiet=as_json, inject=inject or [], resume=resume)

@@ -38,9 +38,8 @@ def watch_run(world: World, timeout: float, recorder: FlightRecorder) -> Iterato
     if isinstance(store, FileStateStore):
         recorder.map_to_file(store.recorder_path(world.rank))
     watchdog = Watchdog(store, recorder)
-    heartbeat = Heartbeat(
-        recorder, store, rank=world.rank, world_size=world.world_size, timeout=timeout, on_diagnosis=watchdog.report
-    )
+    rank, size = world.rank, world.world_size
+    heartbeat = Heartbeat(recorder, store, rank=rank, world_size=size, timeout=timeout, on_diagnosis=watchdog.report)
     watchdog.publish = heartbeat.publish
     heartbeat.start()
     try:
@@ -103,22 +102,21 @@ def _open_store(world: World) -> StateStore | None:
 
 
 def _report_failure(heartbeat: Heartbeat, store: StateStore, error: Exception) -> None:
-    lost = is_lost_peer(error)
-    if isinstance(store, C10dStateStore):
+    lost, under_torchrun = is_lost_peer(error), isinstance(store, C10dStateStore)
+    if under_torchrun:
         # torchrun sends SIGTERM to the other ranks a tenth of a second after one died: block it until the report.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     reason = "".join(traceback.format_exception_only(error)).strip()
     own_state = capture_rank_state(heartbeat.recorder, heartbeat.rank).with_exit("raised", reason, lost_peer=lost)
     heartbeat.publish(own_state)
-    deadline = time.monotonic() + (
-        0.05 if lost else max(LINGER_S, 1.5 * heartbeat.interval if isinstance(store, C10dStateStore) else 0)
-    )
+    linger = max(LINGER_S, 1.5 * heartbeat.interval if under_torchrun else 0)
+    deadline = time.monotonic() + (0.05 if lost else linger)
     while time.monotonic() < deadline:
         others = [state for state in store.states(heartbeat.world_size) if state.rank != heartbeat.rank]
         if all(state.exit_kind for state in others) or any(e.flag == "w" for s in others for e in s.entries):
             break
         time.sleep(0.05)
-    if isinstance(store, C10dStateStore):
+    if under_torchrun:
         heartbeat.stop()
         heartbeat.diagnose(own_state)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
@@ -128,10 +126,9 @@ def _report_failure(heartbeat: Heartbeat, store: StateStore, error: Exception) -
 
 def _kill_stopped_ranks(heartbeat: Heartbeat, store: StateStore) -> None:
     """Kill stopped processes, because the launcher would wait half a minute for them."""
+    patience = max(MAX_MISSED_HEARTBEATS * heartbeat.interval, 2.0)
     for state in store.states(heartbeat.world_size):
-        is_silent = bool(state.heartbeat_time) and time.time() - state.heartbeat_time > max(
-            MAX_MISSED_HEARTBEATS * heartbeat.interval, 2.0
-        )
+        is_silent = bool(state.heartbeat_time) and time.time() - state.heartbeat_time > patience
         if state.rank != heartbeat.rank and is_silent and not state.exit_kind:
             with suppress(OSError):
                 os.kill(state.pid, signal.SIGKILL)

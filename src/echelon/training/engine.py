@@ -27,7 +27,6 @@ its updates for itself.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -45,6 +44,7 @@ from echelon.models.lm_head import check_loss_output
 from echelon.models.model_config import ModelConfig
 from echelon.optim import cost, optimizer_groups
 from echelon.optim.flat_segments import build_flat_segments
+from echelon.optim.optimizer_protocol import ShardedOptimizer
 from echelon.optim.rules.ema import WeightEMA
 from echelon.optim.update_rule import UpdateRule
 from echelon.parallel.apply import apply
@@ -56,7 +56,7 @@ from echelon.pipeline.execution.pipeline import Pipeline
 from echelon.pipeline.execution.stage_assignment import assign_stages
 from echelon.precision import accumulation_dtype
 from echelon.precision.loss_scale import LossScale
-from echelon.training import step_comm_volume
+from echelon.training import step_comm_volume, step_strategies
 from echelon.training.batch_sharding import Batch, BatchSharder, Microbatch
 from echelon.training.engine_options import validate_engine
 from echelon.training.generate import next_token_logits
@@ -65,14 +65,6 @@ from echelon.training.guard.nan_debug import NonfiniteLocator, NonfiniteReport
 from echelon.training.logging.expert_load_counter import ExpertLoadCounter, experts_per_moe_layer
 from echelon.training.loss_normalizer import LossNormalizer
 from echelon.training.step_result import StepResult, start_host_copy
-from echelon.training.step_strategies import (
-    AsynchronousStep,
-    MemoryBudgetRehearsal,
-    TargetEstimate,
-    UpdateAfterBackward,
-    UpdateInBackward,
-    UpdateStrategy,
-)
 
 ForwardBackward = Callable[[Iterable[Microbatch], float], Tensor]
 """takes a step's microbatches and learning rate; returns this rank's (sum of losses, number of valid targets)"""
@@ -136,13 +128,9 @@ class Engine:
         self.normalizer = LossNormalizer(self.parallel.axes[self.loss_axis], loss_scale, self.parallel.options.device)
         self.before_update: Callable[[], None] = lambda: None
         """called before weights and optimizer states change: a checkpoint that copies them has them when it returns"""
-        reduction = self.grad_norm, self.partial_gradients, self.normalizer
-        self.update_strategy: UpdateStrategy = (
-            UpdateInBackward(self.parallel, rule, *reduction)
-            if rule.in_backward
-            else UpdateAfterBackward(self.parallel, rule, *reduction, lambda: self.before_update())
-        )
-        self.optimizer = self.update_strategy.optimizer
+        strategy = step_strategies.UpdateInBackward if rule.in_backward else step_strategies.UpdateAfterBackward
+        self.update_strategy = strategy(self)
+        self.optimizer: ShardedOptimizer = self.update_strategy.optimizer
         self.ema = WeightEMA(build_flat_segments(self.parallel, rule), rule.ema) if rule.ema else None
         self._has_ema_weights = False
         self.expert_loads = ExpertLoadCounter(self.parallel, num_experts)
@@ -150,11 +138,11 @@ class Engine:
 
         self.forward_backward: ForwardBackward = self._pipeline_step if self.pipeline else self._accumulate_gradients
         """forward and backward of a step; the replay check takes its place and calls it (guard/replay_check.py)"""
-        target_estimate = TargetEstimate(self)
-        self._first_microbatch_hooks = (MemoryBudgetRehearsal(self), target_estimate)
+        self._rehearsal = step_strategies.MemoryBudgetRehearsal(self)
+        self._first_microbatch_hooks = (self._rehearsal, step_strategies.TargetEstimate(self))
         self._run_step: Callable[[Iterable[Microbatch], float], StepResult] = self._synchronous_step
         if self.pipeline is not None and self.pipeline.asynchronous:
-            self._run_step = AsynchronousStep(self, self.pipeline, target_estimate)
+            self._run_step = step_strategies.AsynchronousStep(self, self.pipeline)
 
     @property
     def loss_axis(self) -> str:
@@ -177,11 +165,9 @@ class Engine:
 
     def step_microbatches(self, microbatches: Iterable[Microbatch], *, lr: float | None = None) -> StepResult:
         """Train on this rank's `accumulate` microbatches."""
-        microbatches = self._preview(microbatches)
+        microbatches = self.batch_sharder.check_count(self._preview(microbatches))
         with self._kernels():
-            result = self._run_step(
-                self.batch_sharder.check_count(microbatches), self.update_rule.lr if lr is None else lr
-            )
+            result = self._run_step(microbatches, self.update_rule.lr if lr is None else lr)
         self.num_steps += 1
         return result
 
@@ -222,9 +208,8 @@ class Engine:
 
     def _pipeline_step(self, microbatches: Iterable[Microbatch], lr: float) -> Tensor:
         assert self.pipeline is not None
-        return self.pipeline.runtime.train(
-            self.batch_sharder.pipeline_microbatches(microbatches), self.normalizer.backward_seed
-        )
+        inputs = self.batch_sharder.pipeline_microbatches(microbatches)
+        return self.pipeline.runtime.train(inputs, self.normalizer.backward_seed)
 
     def _preview(self, microbatches: Iterable[Microbatch]) -> Iterable[Microbatch]:
         """Show the first microbatch to the hooks that are due, before the step begins."""
@@ -239,20 +224,12 @@ class Engine:
 
     def locate_nonfinite(self, result: StepResult) -> NonfiniteReport | None:
         """Report which loss or gradient of a step was not finite, if any. All ranks must call it in the same order."""
-        if result.finite:
-            return None
-        return self.nonfinite_locator.locate(
-            self.parallel,
-            self.grad_norm.slices,
-            result.read_norms(),
-            loss_is_nonfinite=not math.isfinite(result.loss),
-        )
+        return None if result.finite else self.nonfinite_locator.locate(self, result)
 
     def rehearse_memory_budget(self, microbatch: Microbatch) -> None:
         """Decide now what each layer recomputes (recompute=budget); all ranks must call it."""
-        rehearsal = MemoryBudgetRehearsal(self)
-        if rehearsal.is_due():
-            rehearsal(microbatch)
+        if self._rehearsal.is_due():
+            self._rehearsal(microbatch)
 
     def drain(self) -> None:
         """Finish every update in flight, of an asynchronous schedule or on the host."""
@@ -268,8 +245,8 @@ class Engine:
 
     @contextmanager
     def _kernels(self) -> Iterator[None]:
-        plain = self.parallel.options.kernels == "plain"
-        with dispatch.plain_torch() if plain else nullcontext(), accumulation_dtype.fp32_accumulation():
+        plain = dispatch.plain_torch() if self.parallel.options.kernels == "plain" else nullcontext()
+        with plain, accumulation_dtype.fp32_accumulation():
             yield
 
     # -- batches ------------------------------------------------------------------------------------------------------

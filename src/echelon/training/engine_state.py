@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from echelon.checkpoint.storage import open_storage
 from echelon.checkpoint.training_state import ScalarState, TrainingState
 from echelon.pipeline.execution.runtime import PipelineRuntime
 from echelon.training.engine import Engine
+
+T = TypeVar("T")
 
 
 def training_state(engine: Engine) -> TrainingState:
@@ -65,14 +67,7 @@ class EngineCheckpointer:
 
     def steps(self) -> list[int]:
         """Return the steps of existing checkpoints, as rank 0 sees them."""
-        steps: list[int] = []
-        error: Exception | None = None
-        try:
-            steps = self._storage.steps() if self._group.is_rank_zero else []
-        except CheckpointError as wrong:
-            error = wrong
-        raise_on_all_ranks(self._group, error)
-        return self._group.broadcast(steps)
+        return self._call_on_rank_zero(self._storage.steps) or []
 
     def load(self, step: int) -> LoadResult:
         """Load the state after a step."""
@@ -82,17 +77,21 @@ class EngineCheckpointer:
         self._engine.num_steps = step
         return loaded
 
-    def set_aside(self, after: int) -> list[int]:
-        """Set aside checkpoints of steps after the one that the run resumes from; return their steps."""
-        later = [step for step in self.steps() if step > after]
-        error: Exception | None = None
+    def set_aside(self, after: int) -> None:
+        """Set aside checkpoints of steps after the one that the run resumes from."""
+        for step in self.steps():
+            if step > after:
+                self._call_on_rank_zero(self._storage.set_aside, step)
+
+    def _call_on_rank_zero(self, function: Callable[..., T], *args: int) -> T | None:
+        """Broadcast what `function` returns on rank 0, or raise its CheckpointError on all ranks."""
+        value, error = None, None
         try:
-            for step in later if self._group.is_rank_zero else ():
-                self._storage.set_aside(step)
+            value = function(*args) if self._group.is_rank_zero else None
         except CheckpointError as failure:
             error = failure
         raise_on_all_ranks(self._group, error)
-        return later
+        return self._group.broadcast(value)
 
     def check(self) -> None:
         """Raise the error of a background save."""
@@ -125,8 +124,6 @@ class EngineCheckpointer:
 
     def _get_saver(self) -> CheckpointSaver:
         if self._saver is None:
-            device = self._engine.parallel.options.device
-            self._saver = CheckpointSaver(
-                training_state(self._engine), self._storage, self._group, device=device, retention=self._keep
-            )
+            state, device = training_state(self._engine), self._engine.parallel.options.device
+            self._saver = CheckpointSaver(state, self._storage, self._group, device=device, retention=self._keep)
         return self._saver

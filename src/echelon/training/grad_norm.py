@@ -87,15 +87,10 @@ class GradientNorm:
 
     def reduce_norm(self, slice_norms: Tensor, norm_type: float = 2.0) -> Tensor:
         """Return the norm over all ranks from the norms of this rank's slices."""
-        local = (
-            torch.linalg.vector_norm(slice_norms[: self._num_counted], norm_type)
-            if self._num_counted
-            else slice_norms.new_zeros(())
-        )
-        if self._num_counted < len(slice_norms):
-            local = (
-                local + (slice_norms[self._num_counted :] * 0.0).sum()
-            )  # NaN where a slice that is not counted is not finite
+        counted, others = slice_norms[: self._num_counted], slice_norms[self._num_counted :]
+        local = torch.linalg.vector_norm(counted, norm_type) if len(counted) else slice_norms.new_zeros(())
+        if len(others):
+            local = local + (others * 0.0).sum()  # NaN where a slice that is not counted is not finite
         if math.isinf(norm_type):
             return self.axis.all_reduce(local, op="max")
         return self.axis.all_reduce(local.square()).sqrt()

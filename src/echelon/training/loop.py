@@ -37,27 +37,19 @@ from echelon.parallel.parallel_options import ParallelOptions
 from echelon.pipeline.execution.layer_timing import broadcast_profile, measure_profile, measure_split
 from echelon.pipeline.layer_profile import PipelineProfile
 from echelon.planning.calibrate import correction
+from echelon.training import loop_callbacks
 from echelon.training.elastic.attempts import Attempt, join_attempt
 from echelon.training.engine import Engine
 from echelon.training.engine_options import loss_scale_settings, parallel_options
 from echelon.training.guard import bit_flip, deterministic
-from echelon.training.guard.loss_spikes import Spike
 from echelon.training.guard.replay_check import ReplayCheck
 from echelon.training.logging import metrics
 from echelon.training.logging.display import Display, ResolvedSetting
 from echelon.training.logging.rank_stats import COLLECT_EVERY, RankStatsCollector, mesh_position
 from echelon.training.logging.resolved_settings import resolved_settings
 from echelon.training.logging.step_logger import PendingStep, RunSummary, StepLogger
-from echelon.training.loop_callbacks import (
-    Checkpointing,
-    Evaluation,
-    LoopCallback,
-    SpikeRollback,
-    StopOnSignal,
-    TimelineRecording,
-)
 from echelon.training.run.batch_index import BatchIndex
-from echelon.training.run.prediction import choose_rank_order, predict_run, transient_bytes
+from echelon.training.run.prediction import agree_on_rank_order, predict_run, transient_bytes
 from echelon.training.run.resume import parse_resume_path, refuse_if_checkpoints_missing, refuse_if_running
 from echelon.training.run.run_checkpoints import RunCheckpoints
 from echelon.training.run.run_dir import Run
@@ -114,21 +106,16 @@ class TrainingLoop:
     ):
         self.config, self.world, self.resume = config, world, attempt.resume
         self._watchdog, self._attempt, self._graceful_stop, self._recorder = watchdog, attempt, graceful_stop, recorder
-        self._started = time.perf_counter()
+        self.started = time.perf_counter()
         barriers = recorder.new_sequence(range(world.world_size))
-        self.task = build_task(
-            config, world.local_rank_zero_first(lambda: recorder.blocking_operation("barrier", "world", barriers))
-        )
-        model = self.task.model_config
-        self.layout = check_layout(
-            config.layout, world=world.world_size, batch=config.batch, seq_len=config.seq_len, model=model
-        )
-        options = replace(
-            parallel_options(config, world.device),
-            rank_order=choose_rank_order(config, self.layout, model, world),
-            working_bytes=transient_bytes(config, self.layout, model, world),
-        )
-        mesh = Mesh(self.layout, options.rank_order)
+        barrier_context = partial(recorder.blocking_operation, "barrier", "world", barriers)
+        self.task = build_task(config, world.local_rank_zero_first(barrier_context))
+        model, size = self.task.model_config, world.world_size
+        self.layout = check_layout(config.layout, world=size, batch=config.batch, seq_len=config.seq_len, model=model)
+        rank_order = agree_on_rank_order(config, self.layout, model, world)
+        working_bytes = transient_bytes(config, self.layout, model, world)
+        options = replace(parallel_options(config, world.device), rank_order=rank_order, working_bytes=working_bytes)
+        mesh = Mesh(self.layout, rank_order)
         watchdog.set_mesh_position(mesh_position(mesh, world.rank))
         self._profile = self._layer_profile(options) if config.pipeline.profile else None
         if self._profile is not None:
@@ -145,9 +132,9 @@ class TrainingLoop:
         )
         self.engine.model.train()
         axes = self.engine.parallel.axes
-        self._rank_stats = RankStatsCollector(axes[WORLD_AXIS], world.device, axes.mesh)
+        self.rank_stats = RankStatsCollector(axes[WORLD_AXIS], world.device, axes.mesh)
         self.batch_index = BatchIndex(config.data.skip_batches)
-        self._peak_flops = metrics.peak_flops(world.device)
+        self.peak_flops = metrics.peak_flops(world.device)
         self.display = Display(config.steps, quiet=quiet or world.rank > 0)
         self.stopped_after: int | None = None
         """the step after which a signal ended the run"""
@@ -157,13 +144,10 @@ class TrainingLoop:
         source = self.config.pipeline.profile
         if source != MEASURE:
             return PipelineProfile.from_json(Path(source).read_text(encoding="utf-8"))
+        device, dtype = options.device, options.compute_dtype
+        inputs = self.task.example_inputs
         return broadcast_profile(
-            lambda: measure_profile(
-                self.task.build(),
-                self.task.example_inputs(self.layout.microbatch),
-                device=options.device,
-                dtype=options.compute_dtype,
-            )
+            lambda: measure_profile(self.task.build(), inputs(self.layout.microbatch), device=device, dtype=dtype)
         )
 
     # -- one step -----------------------------------------------------------------------------------------------------
@@ -190,7 +174,7 @@ class TrainingLoop:
         late = late and not any(callback.needs_result(step) for callback in self.callbacks)
         spike = self.logger.log_pending(keep=int(late))
         if spike is not None:
-            return self.roll_back(spike)
+            return loop_callbacks.roll_back(self, spike)
         for callback in self.callbacks:
             callback.after_step(step)
         return step
@@ -210,18 +194,11 @@ class TrainingLoop:
             number=step,
             result=self._last_result,
             lr=lr,
-            read_rank_stats=self._rank_stats.start_gather(metrics.peak_memory(self.world.device)) if collects else None,
+            read_rank_stats=self.rank_stats.start_gather(metrics.peak_memory(self.world.device)) if collects else None,
             read_expert_loads=self.engine.expert_loads.start_read() if self.world.rank == 0 else list,
             batch=batch,
             reload_microbatches=load,
         )
-
-    def roll_back(self, spike: Spike) -> int:
-        """Return from a spike to an earlier step; return the number of completed steps."""
-        self.logger.log_pending()
-        for callback in self.callbacks:
-            callback.on_rollback()
-        return SpikeRollback(self)(spike)
 
     # -- a run --------------------------------------------------------------------------------------------------------
 
@@ -230,36 +207,23 @@ class TrainingLoop:
         threads = torch.get_num_threads()
         if self.layout.recompute.startswith("budget"):
             self.engine.rehearse_memory_budget(next(iter(self.task.microbatches(self.engine, 0))))
-        settings = [*self.task.describe(), *resolved_settings(self.config, self.engine, self._peak_flops, threads)]
+        settings = [*self.task.describe(), *resolved_settings(self.config, self.engine, self.peak_flops, threads)]
         title = f"{self.task.name} on {self.world.world_size} x {self.world.device.type}"
         self.display.print_settings(title, settings)
         run, prediction = self._open_run(settings, threads) if self.world.rank == 0 else (None, {})
-        self._attempt.log_changes(run, self.display)
-        self.logger = StepLogger(
-            self.config,
-            self.world,
-            self.task,
-            self.engine,
-            display=self.display,
-            rank_stats=self._rank_stats,
-            peak_flops=self._peak_flops,
-            started=self._started,
-            run=run,
-        )
+        self.logger = StepLogger(self, run)
+        self._attempt.log_changes(self.logger)
         if self.config.replay.every:
             ReplayCheck(self.engine, self.config.replay, self.logger.log_corruption)
         bit_flip.arm_bit_flips(self.engine.parallel)
         self.checkpoints = RunCheckpoints(
-            self.config,
-            self.engine,
-            run,
-            resuming=bool(self.resume),
-            extra_facts=self._checkpoint_facts,
+            self.config, self.engine, run, resuming=bool(self.resume), extra_facts=self._checkpoint_facts
         )
-        evaluation = Evaluation(self)
-        stop = StopOnSignal(self, self._graceful_stop)
-        recording = [TimelineRecording(self, self.engine.pipeline)] if self.engine.pipeline is not None else []
-        self.callbacks: list[LoopCallback] = [*recording, Checkpointing(self), stop, evaluation]
+        evaluation = loop_callbacks.Evaluation(self)
+        stop = loop_callbacks.StopOnSignal(self, self._graceful_stop)
+        self.callbacks: list[loop_callbacks.LoopCallback] = [loop_callbacks.Checkpointing(self), stop, evaluation]
+        if self.engine.pipeline is not None:
+            self.callbacks.insert(0, loop_callbacks.TimelineRecording(self, self.engine.pipeline))
         try:
             step = self._restore() if self.resume else 0
             if self.logger.spike_detector.rolls_back and not step:
@@ -268,13 +232,9 @@ class TrainingLoop:
             with self.display:
                 while step < self.config.steps and self.stopped_after is None:
                     step = self._run_step(step + 1)
-                summary = self.logger.summary(
-                    self._last_result,
-                    eval_loss=evaluation.loss,
-                    checkpoint=self.checkpoints.finish(),
-                    stopped=self.stopped_after,
-                )
-                if self.stopped_after is not None:
+                saved, stopped = self.checkpoints.finish(), self.stopped_after
+                summary = self.logger.summary(self._last_result, evaluation.loss, checkpoint=saved, stopped=stopped)
+                if stopped is not None:
                     self._log_stop(run, summary)
                     return summary
                 with self.engine.ema_weights():
@@ -326,11 +286,10 @@ class TrainingLoop:
         else:
             self.batch_index.restore(loaded.index.metadata.get("skipped_batches", ()), step)
             self.logger.spike_detector.load_state_dict(loaded.index.metadata.get("spikes", {}))
-            self.display.print_note(
-                f"resumed after step {step}: state {loaded.hash}, this rank read {loaded.bytes_read:,} bytes"
-            )
-        if run is not None:
-            run.log("resume", step=step, layout=str(self.layout), hash=loaded.hash if loaded is not None else None)
+            source = f"state {loaded.hash}, this rank read {loaded.bytes_read:,} bytes"
+            self.display.print_note(f"resumed after step {step}: {source}")
+        state_hash = loaded.hash if loaded is not None else None
+        self.logger.log("resume", step=step, layout=str(self.layout), hash=state_hash)
         return step
 
     def _log_stop(self, run: Run | None, summary: RunSummary) -> None:

@@ -91,7 +91,7 @@ class StopOnSignal(LoopCallback):
         if not self._graceful_stop.should_stop_after(step) or self._loop.is_last(step):
             return
         spike = self._loop.logger.log_pending()
-        completed = step if spike is None else self._loop.roll_back(spike)
+        completed = step if spike is None else roll_back(self._loop, spike)
         self._loop.checkpoints.save_at_stop(completed)
         self._loop.stopped_after = completed
 
@@ -116,25 +116,21 @@ class Evaluation(LoopCallback):
             self.loss = loop.engine.evaluate(loop.task.eval_microbatches(loop.engine))
         if self.loss is not None:
             loop.display.print_evaluation(step, self.loss)
-            if loop.logger.run is not None:
-                loop.logger.run.log("evaluation", step=step, loss=self.loss)
+            loop.logger.log("evaluation", step=step, loss=self.loss)
 
 
-class SpikeRollback:
-    """Returns from a loss spike to the checkpoint before it, and skips the batches of the spike."""
-
-    def __init__(self, loop: TrainingLoop):
-        self._loop = loop
-
-    def __call__(self, spike: Spike) -> int:
-        """Return the number of completed steps after the rollback."""
-        loop, detector = self._loop, self._loop.logger.spike_detector
-        detector.count_rollback(spike)
-        num_batches = max(spike.last - spike.first + 1, loop.config.spike.skip)
-        skipped = [loop.batch_index.batch_of_step(step) for step in range(spike.first, spike.first + num_batches)]
-        loaded = loop.checkpoints.roll_back(spike.first)
-        loop.batch_index.skip(skipped)
-        detector.load_state_dict(loaded.index.metadata.get("spikes", {}))
-        loop.checkpoints.save_now(loaded.index.step)
-        loop.logger.log_rollback(loaded.index.step, skipped)
-        return loaded.index.step
+def roll_back(loop: TrainingLoop, spike: Spike) -> int:
+    """Return from a loss spike to the checkpoint before it, and skip its batches; return the completed steps."""
+    loop.logger.log_pending()
+    for callback in loop.callbacks:
+        callback.on_rollback()
+    detector = loop.logger.spike_detector
+    detector.count_rollback(spike)
+    num_batches = max(spike.last - spike.first + 1, loop.config.spike.skip)
+    skipped = [loop.batch_index.batch_of_step(step) for step in range(spike.first, spike.first + num_batches)]
+    loaded = loop.checkpoints.roll_back(spike.first)
+    loop.batch_index.skip(skipped)
+    detector.load_state_dict(loaded.index.metadata.get("spikes", {}))
+    loop.checkpoints.save_now(loaded.index.step)
+    loop.logger.log_rollback(loaded.index.step, skipped)
+    return loaded.index.step

@@ -55,14 +55,9 @@ def build_config(model: str | Path | Config | Callable[[], Any], settings: dict[
         return model
     names = {key.name.replace(".", "_"): key.name for key in list(Config.keys())}
     given = [f"{names.get(key, key)}={_setting_text(value)}" for key, value in settings.items()]
-    path = None
-    if callable(model):
-        given.append(f"model={factory_spec(model)}")
-    elif str(model).endswith(".toml"):
-        path = model
-    else:
-        given.append(f"model={model}")
-    return load_config(path, given, procs)
+    if not callable(model) and str(model).endswith(".toml"):
+        return load_config(model, given, procs)
+    return load_config(None, [*given, f"model={factory_spec(model) if callable(model) else model}"], procs)
 
 
 def load_config(path: str | Path | None, settings: Sequence[str], procs: int | None) -> Config:
@@ -81,13 +76,6 @@ def _setting_text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return str(list(value)) if isinstance(value, tuple | list) else str(value)
-
-
-def load_resumed_config(run: str | Path, settings: Sequence[str], procs: int | None) -> Config:
-    """Load the configuration of a resumed run, from its directory or that of one of its checkpoints."""
-    from echelon.training.run.resume import parse_resume_path, resumed_config
-
-    return resumed_config(parse_resume_path(run)[0], settings, world=procs)
 
 
 def run_training(
@@ -117,9 +105,10 @@ def run_training(
         issues += _device_issues(count)
     injections: tuple[Injection, ...] = ()
     try:
-        injections = injection_spec.parse_injections(
-            inject, world_size=None if _is_restarted() else procs, steps=config.steps
-        )
+        # torch's elastic agent may have restarted this process with fewer ranks.
+        is_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        world_size = None if is_restarted else procs
+        injections = injection_spec.parse_injections(inject, world_size=world_size, steps=config.steps)
     except ValidationError as error:
         issues += error.issues
     if issues:
@@ -132,26 +121,19 @@ def run_training(
     return supervise(config, quiet=quiet, inject=injections, resume=resume, procs=count)
 
 
-def _is_restarted() -> bool:
-    """Return whether torch's elastic agent restarted this process, perhaps with fewer ranks."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-
-
 def _procs_issues(procs: int) -> list[ValidationIssue]:
     """Check the number of ranks. Under a launcher the ranks exist already."""
     from echelon.launch.world import available_cores, under_launcher
 
-    most = MAX_RANKS_PER_CORE * available_cores()
+    cores = available_cores()
     if under_launcher():
         started = os.environ["WORLD_SIZE"]
         is_invalid = str(procs) != started
         message, legal = "is not the number of ranks that the launcher started", f"{started}, or leave it out"
     else:
-        is_invalid = not 1 <= procs <= most
-        message, legal = (
-            f"ranks cannot be started on {available_cores()} core(s)",
-            f"1 or more, and at most {most} here",
-        )
+        is_invalid = not 1 <= procs <= MAX_RANKS_PER_CORE * cores
+        message = f"ranks cannot be started on {cores} core(s)"
+        legal = f"1 or more, and at most {MAX_RANKS_PER_CORE * cores} here"
     return [ValidationIssue(key="procs", value=str(procs), message=message, legal=legal)] if is_invalid else []
 
 
@@ -162,9 +144,8 @@ def _device_issues(count: int) -> list[ValidationIssue]:
     if available >= count:
         return []
     message = f"requires one CUDA device per rank of this machine ({count} ranks, {available} devices)"
-    return [
-        ValidationIssue(key="device", value="cuda", message=message, legal="cpu, auto, or as many ranks as devices")
-    ]
+    legal = "cpu, auto, or as many ranks as devices"
+    return [ValidationIssue(key="device", value="cuda", message=message, legal=legal)]
 
 
 def default_procs(config: Config, resume: str = "") -> int:

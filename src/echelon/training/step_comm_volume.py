@@ -28,15 +28,14 @@ def step_collectives(engine: Engine, traffic: tp_cost.TransformerSizes | None) -
     slices = pipeline.runtime.slice_lengths(traffic.seq_len) if pipeline is not None and traffic is not None else ()
     collectives: list[Collective] = []
     if traffic is not None:
-        local_sizes = (
-            traffic if pipeline is None else replace(pipeline.rank_share(traffic), moe_layers=len(_moe_layers(engine)))
-        )
+        local_sizes = traffic
+        if pipeline is not None:
+            local_sizes = replace(pipeline.rank_share(traffic), moe_layers=len(_moe_layers(engine)))
         collectives += _expert_collectives(engine, local_sizes)
         again = _recompute_counts(engine)
         if parallel.cp_context is not None:
-            collectives += cp_cost.transformer_collectives(
-                local_sizes, layout, parallel.cp_context.ring_axis.index, again
-            )
+            index = parallel.cp_context.ring_axis.index
+            collectives += cp_cost.transformer_collectives(local_sizes, layout, index, again)
             local_sizes = replace(local_sizes, seq_len=cp_cost.tokens_per_rank(layout, local_sizes.seq_len))
         for length in slices or (local_sizes.seq_len,):
             sized = replace(local_sizes, seq_len=length)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from echelon.faults.flight_recorder import Waitable
+
 
 class StepResult:
     """Loss, gradient norm and loss scale of a step, equal on every rank. Reading it waits for all ranks."""
@@ -83,10 +85,21 @@ def copy_to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | No
     return tensor.to(device, dtype, non_blocking=True)
 
 
-def start_host_copy(tensor: Tensor) -> Callable[[], list[float]]:
-    """Start a copy of a tensor to the host; the returned function waits for it, but not for later work."""
+def start_host_copy(tensor: Tensor, after: Waitable | None = None) -> Callable[[], list[float]]:
+    """Start a copy of a tensor to the host; the returned function waits for it, but not for later work.
+
+    `after` is a collective in flight that writes the tensor.
+    """
     if tensor.device.type != "cuda":
-        return tensor.tolist
+
+        def wait_and_read() -> list[float]:
+            if after is not None:
+                after.wait()
+            return tensor.tolist()
+
+        return wait_and_read
+    if after is not None:
+        after.wait()  # on the device, not on the host
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     pinned.copy_(tensor, non_blocking=True)
     copied = torch.cuda.Event()

@@ -21,8 +21,8 @@ gradients accumulate, and all of them exist when the last backward begins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -30,103 +30,68 @@ from torch import Tensor
 from echelon.memory.checkpointing.checkpoint_wrapper import recompute_context
 from echelon.memory.checkpointing.memory_budget import MemoryBudget
 from echelon.optim.optimizer_factory import PerGroupOptimizer, build_optimizer
-from echelon.optim.optimizer_protocol import ShardedOptimizer
-from echelon.optim.update_rule import UpdateRule
 from echelon.parallel.dp.param_group import ParamGroup
-from echelon.parallel.parallel_model import ParallelModel
 from echelon.pipeline.execution.pipeline import Pipeline
 from echelon.training.batch_sharding import Microbatch
-from echelon.training.grad_norm import GradientNorm, PartialGradients, clip_factor
-from echelon.training.loss_normalizer import LossNormalizer
+from echelon.training.grad_norm import clip_factor
 from echelon.training.step_result import StepResult, start_host_copy
 
 if TYPE_CHECKING:
     from echelon.training.engine import Engine
 
 
-class UpdateStrategy(Protocol):
-    """When a synchronous step reduces its totals and updates the weights."""
+class UpdateAfterBackward:
+    """One update when every gradient of the step is reduced."""
 
-    @property
-    def optimizer(self) -> ShardedOptimizer: ...
+    def __init__(self, engine: Engine):
+        self._engine, self.optimizer = engine, build_optimizer(engine.parallel, engine.update_rule)
 
     def before_last_backward(self, totals: Tensor, lr: float) -> None:
         """Called with this rank's totals between the last forward and the last backward of a step."""
 
     def measure(self, totals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Reduce `totals` in place; return (gradient scale, gradient norm before it, norms of this rank's slices)."""
+        grad_scale = self._engine.normalizer.reduce(totals)
+        self._engine.partial_gradients.all_reduce()
+        return grad_scale, *self._engine.grad_norm.norm_and_slice_norms()
 
     def update(self, lr: float, grad_scale: Tensor, do_update: Tensor) -> None:
         """Update the weights from gradients times `grad_scale`, where `do_update` is true."""
-
-
-class UpdateAfterBackward:
-    """One update when every gradient of the step is reduced."""
-
-    def __init__(
-        self,
-        parallel: ParallelModel,
-        rule: UpdateRule,
-        grad_norm: GradientNorm,
-        partial: PartialGradients,
-        normalizer: LossNormalizer,
-        before_update: Callable[[], None],
-    ):
-        self.optimizer = build_optimizer(parallel, rule)
-        self._grad_norm, self._partial, self._normalizer = grad_norm, partial, normalizer
-        self._sharded_model, self._before_update = parallel.sharded_model, before_update
-
-    def before_last_backward(self, totals: Tensor, lr: float) -> None:
-        pass
-
-    def measure(self, totals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        grad_scale = self._normalizer.reduce(totals)
-        self._partial.all_reduce()
-        return grad_scale, *self._grad_norm.norm_and_slice_norms()
-
-    def update(self, lr: float, grad_scale: Tensor, do_update: Tensor) -> None:
-        self._before_update()
+        sharded_model = self._engine.parallel.sharded_model
+        self._engine.before_update()
         self.optimizer.step(lr, grad_scale, do_update)
-        self._sharded_model.after_update()
-        self._sharded_model.free_grads()
+        sharded_model.after_update()
+        sharded_model.free_grads()
 
 
 class UpdateInBackward:
     """One update per parameter group, as soon as its gradients are reduced: see the note."""
 
-    def __init__(
-        self,
-        parallel: ParallelModel,
-        rule: UpdateRule,
-        grad_norm: GradientNorm,
-        partial: PartialGradients,
-        normalizer: LossNormalizer,
-    ):
-        self.optimizer = PerGroupOptimizer(parallel, rule)
-        self._grad_norm, self._partial, self._normalizer = grad_norm, partial, normalizer
+    def __init__(self, engine: Engine):
+        parallel, device = engine.parallel, engine.parallel.options.device
+        self._engine, self.optimizer = engine, PerGroupOptimizer(parallel, engine.update_rule)
         parallel.sharded_model.on_grad_reduced = self._update_group
         for group in parallel.sharded_model.param_groups:
             group.grads.lazy = True
             group.free_grads()
-        device = parallel.options.device
         self._lr, self._grad_scale = 0.0, torch.ones((), dtype=torch.float64, device=device)
         self._has_targets = torch.ones((), dtype=torch.bool, device=device)
-        self._slice_norms = torch.zeros(len(grad_norm.slices), dtype=torch.float64, device=device)
+        self._slice_norms = torch.zeros(len(engine.grad_norm.slices), dtype=torch.float64, device=device)
 
     def before_last_backward(self, totals: Tensor, lr: float) -> None:
-        self._lr, self._grad_scale, self._has_targets = lr, self._normalizer.reduce(totals), totals[1] > 0
+        self._lr, self._grad_scale, self._has_targets = lr, self._engine.normalizer.reduce(totals), totals[1] > 0
         self._slice_norms = torch.zeros_like(self._slice_norms)
 
     def measure(self, totals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        norm = self._grad_norm.reduce_norm(self._slice_norms)
-        return self._normalizer.grad_scale(totals), norm, self._slice_norms
+        norm = self._engine.grad_norm.reduce_norm(self._slice_norms)
+        return self._engine.normalizer.grad_scale(totals), norm, self._slice_norms
 
     def update(self, lr: float, grad_scale: Tensor, do_update: Tensor) -> None:
-        pass
+        """Backward has updated every group."""
 
     def _update_group(self, group: ParamGroup) -> None:
-        self._partial.all_reduce(group)
-        self._grad_norm.add_group(group, self._slice_norms)
+        self._engine.partial_gradients.all_reduce(group)
+        self._engine.grad_norm.add_group(group, self._slice_norms)
         self.optimizer.optimizer_of(group).step(self._lr, self._grad_scale, self._has_targets)
         group.after_update()
         group.free_grads()
@@ -139,8 +104,8 @@ class AsynchronousStep:
     is still in this one.
     """
 
-    def __init__(self, engine: Engine, pipeline: Pipeline, first_step: TargetEstimate):
-        self._engine, self._pipeline, self._first_step = engine, pipeline, first_step
+    def __init__(self, engine: Engine, pipeline: Pipeline):
+        self._engine, self._pipeline = engine, pipeline
 
     def __call__(self, microbatches: Iterable[Microbatch], lr: float) -> StepResult:
         engine, device = self._engine, self._engine.parallel.options.device
@@ -159,7 +124,7 @@ class AsynchronousStep:
             engine.parallel.sharded_model.free_grads()
 
         loss_scale = engine.normalizer.loss_scaler.recipe.start
-        if self._first_step.is_due():
+        if TargetEstimate(engine).is_due():
             self._pipeline.async_runtime.set_loss_scale(loss_scale, float(engine.normalizer.last_num_targets))
         inputs = engine.batch_sharder.pipeline_microbatches(microbatches)
         totals = self._pipeline.async_runtime.train_window(inputs, update, lr)
@@ -188,12 +153,10 @@ class MemoryBudgetRehearsal:
 
     @torch.no_grad()
     def __call__(self, microbatch: Microbatch) -> None:
-        engine, parallel = self._engine, self._engine.parallel
-        budget = parallel.checkpointing
+        engine, parallel, budget = self._engine, self._engine.parallel, self._engine.parallel.checkpointing
         assert isinstance(budget, MemoryBudget)
-        unchanged = recompute_context(
-            engine.model, parallel.rng_stream, engine.batch_sharder.sample_indices(microbatch)
-        )
+        samples = engine.batch_sharder.sample_indices(microbatch)
+        unchanged = recompute_context(engine.model, parallel.rng_stream, samples)
         with unchanged, budget.rehearsal(parallel.options.device):
             engine.forward_only([microbatch])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,38 +26,6 @@ TOKEN_CACHE_DIR = Path.home() / ".cache" / "echelon" / "tokens"
 """cache of tokenized text"""
 
 
-class TrainingTask(Protocol):
-    """The model and the data of a run, as the loop uses them."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def model_config(self) -> ModelConfig | None:
-        """Configuration of a built-in model, for MFU and layout rules; None for a user's model."""
-        ...
-
-    def build(self) -> nn.Module: ...
-
-    def describe(self) -> list[ResolvedSetting]: ...
-
-    def example_inputs(self, rows: int) -> dict[str, Tensor]:
-        """Return inputs of the model with this many rows."""
-        ...
-
-    def microbatches(self, engine: Engine, step: int, batch: int | None = None) -> Iterator[Microbatch]:
-        """Yield this rank's microbatches of a step, from the batch with that number (the step's by default).
-
-        Both count from 0. Sample indices, and so dropout, are those of the step.
-        """
-        ...
-
-    def eval_microbatches(self, engine: Engine) -> Iterator[Microbatch]:
-        """Yield this rank's microbatches of the held-out data, if there are any."""
-        ...
-
-    def sample_text(self, engine: Engine) -> str: ...
-
-
 def build_task(config: Config, first_rank_first: AbstractContextManager[None]) -> TrainingTask:
     """Build the task that the configuration names."""
     if user_model.is_user_model(config.model):
@@ -71,8 +38,7 @@ class LanguageModelTask:
     """A built-in model on tokens, in an order that is a function of the seed."""
 
     def __init__(self, config: Config):
-        self.config = config
-        self.model_config = configured_model(config)
+        self.config, self.model_config = config, configured_model(config)
         self.name = f"{self.model_config.name}: {self.model_config.parameters:,} parameters"
         self.tokenizer = data.load_tokenizer(config.data.tokenizer)
         source = config.data
@@ -87,10 +53,8 @@ class LanguageModelTask:
         )
         if self.dataset.vocab_size > self.model_config.vocab:
             message = f"has fewer tokens than the data ({self.model_config.vocab} and {self.dataset.vocab_size})"
-            legal = "a model with a larger vocabulary, or another data.tokenizer"
-            raise ValidationError(
-                [ValidationIssue(key="model", value=self.model_config.name, message=message, legal=legal)]
-            )
+            legal, model = "a model with a larger vocabulary, or another data.tokenizer", self.model_config.name
+            raise ValidationError([ValidationIssue(key="model", value=model, message=message, legal=legal)])
 
     def build(self) -> nn.Module:
         model = models.build(self.model_config, "meta")
@@ -104,15 +68,19 @@ class LanguageModelTask:
     def describe(self) -> list[ResolvedSetting]:
         settings = self.dataset.describe()
         if is_model_dir(self.config.model):
-            settings.append(
-                ("initial weights", self.config.model, "from a model directory; each rank reads its slices")
-            )
+            reason = "from a model directory; each rank reads its slices"
+            settings.append(("initial weights", self.config.model, reason))
         return settings
 
     def example_inputs(self, rows: int) -> dict[str, Tensor]:
+        """Return inputs of the model with this many rows."""
         return _tensors(self.dataset.batch(np.arange(rows)))
 
     def microbatches(self, engine: Engine, step: int, batch: int | None = None) -> Iterator[Microbatch]:
+        """Yield this rank's microbatches of a step, from the batch with that number (the step's by default).
+
+        Both count from 0. Sample indices, and so dropout, are those of the step.
+        """
         first = (step if batch is None else batch) * self.config.batch
         for rows in engine.row_ranges(self.config.batch):
             indices = np.arange(first + rows.start, first + rows.stop)
@@ -120,6 +88,7 @@ class LanguageModelTask:
             yield Microbatch(_tensors(self.dataset.batch(indices)), samples)
 
     def eval_microbatches(self, engine: Engine) -> Iterator[Microbatch]:
+        """Yield this rank's microbatches of the held-out data."""
         for number in range(self.config.eval.batches):
             first = number * self.config.batch
             if first >= self.dataset.num_eval:
@@ -139,8 +108,7 @@ class UserModelTask:
     model_config = None
 
     def __init__(self, config: Config):
-        self.config = config
-        self.name = config.model
+        self.config, self.name = config, config.model
         self._factory = user_model.load_factory(config.model)
         self._batch = user_model.load_factory(config.model.rpartition(":")[0] + ":batch")
 
@@ -164,6 +132,9 @@ class UserModelTask:
 
     def sample_text(self, engine: Engine) -> str:
         return ""
+
+
+TrainingTask = LanguageModelTask | UserModelTask
 
 
 def configured_model(config: Config) -> ModelConfig:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -278,54 +277,51 @@ def wrap(model: nn.Module, layout: Layout | str = "", **options: Any) -> Wrapped
         layout = check_layout(layout, world=world_size())
     elif issues := rules.find_issues(layout, world=world_size()):
         raise ValidationError(issues)
-    if layout.pp > 1:
-        raise ValueError(
-            f"a pipeline needs the engine's loop (pp={layout.pp}); use ec.Engine(model, layout, optimizer).step(batch)"
-        )
-    if layout.cp > 1 or layout.tp_kind != "1d":
-        what = f"cp={layout.cp}" if layout.cp > 1 else f"tp_kind={layout.tp_kind}"
-        raise ValueError(
-            f"this layout shards every batch ({what}), which requires the engine; "
-            "use ec.Engine(model, layout, optimizer).step(batch)"
-        )
-    if layout.ep * layout.etp > 1:
-        raise ValueError(
-            f"expert parallelism requires the engine, which gives gates the load of the global batch (ep={layout.ep}); "
-            "use ec.Engine(model, layout, optimizer).step(batch)"
-        )
-    if layout.offload != "none":
-        raise ValueError(
-            f"offload requires the engine's optimizer (offload={layout.offload}); "
-            "use ec.Engine(model, layout, optimizer).step(batch)"
-        )
-    by_load = [name for name, part in model.named_modules() if getattr(part, "balances_by_load", False)]
-    if by_load:
-        raise ValueError(
-            f"a gate that balances by the expert load of a step requires the engine ({by_load[0]}); "
-            "use ec.Engine(model, layout, optimizer).step(batch), or a gate with a load-balance loss"
-        )
-    if layout.accumulate > 1 or layout.microbatch > 1:
-        raise ValueError(
-            "your loop makes the microbatches; leave microbatch and accumulate out of the layout, "
-            "and use model.no_sync()"
-        )
+    _refuse_without_engine(model, layout, kernels=options.get("kernels", "auto"))
     first = next(model.parameters(), None)
     if first is None:
         raise ValueError(f"the model has no parameters ({type(model).__name__})")
     master = torch.promote_types(first.dtype, torch.float32)
-    if options.get("kernels", "auto") != "auto":
-        raise ValueError(
-            "kernels=plain requires the engine, since your loop calls backward; put "
-            "`with echelon.kernels.dispatch.plain_torch():` around forward and backward, or use echelon.Engine"
-        )
-    chosen = ParallelOptions(
-        device=first.device, compute_dtype=first.dtype, master_dtype=master, user_loop=True, **options
-    )
+    device = torch.device("cpu") if first.is_meta else first.device
+    chosen = ParallelOptions(device=device, compute_dtype=first.dtype, master_dtype=master, user_loop=True, **options)
     if not first.is_meta:
         _broadcast_from_first_rank(model)
-    else:
-        chosen = replace(chosen, device=torch.device("cpu"))
     return WrappedModel(model, layout, chosen)
+
+
+def _refuse_without_engine(model: nn.Module, layout: Layout, *, kernels: str) -> None:
+    """Raise ValueError for what only the engine's loop can do."""
+    use_engine = "use ec.Engine(model, layout, optimizer).step(batch)"
+    by_load = [name for name, part in model.named_modules() if getattr(part, "balances_by_load", False)]
+    sharding = f"cp={layout.cp}" if layout.cp > 1 else f"tp_kind={layout.tp_kind}" if layout.tp_kind != "1d" else ""
+    refusals = [
+        (layout.pp > 1, f"a pipeline needs the engine's loop (pp={layout.pp}); {use_engine}"),
+        (sharding, f"this layout shards every batch ({sharding}), which requires the engine; {use_engine}"),
+        (
+            layout.ep * layout.etp > 1,
+            "expert parallelism requires the engine, which gives gates the load of the global batch "
+            f"(ep={layout.ep}); {use_engine}",
+        ),
+        (layout.offload != "none", f"offload requires the engine's optimizer (offload={layout.offload}); {use_engine}"),
+        (
+            by_load,
+            f"a gate that balances by the expert load of a step requires the engine ({', '.join(by_load[:1])}); "
+            f"{use_engine}, or a gate with a load-balance loss",
+        ),
+        (
+            layout.accumulate > 1 or layout.microbatch > 1,
+            "your loop makes the microbatches; leave microbatch and accumulate out of the layout, "
+            "and use model.no_sync()",
+        ),
+        (
+            kernels != "auto",
+            "kernels=plain requires the engine, since your loop calls backward; put "
+            "`with echelon.kernels.dispatch.plain_torch():` around forward and backward, or use echelon.Engine",
+        ),
+    ]
+    for is_refused, message in refusals:
+        if is_refused:
+            raise ValueError(message)
 
 
 @torch.no_grad()
@@ -333,8 +329,7 @@ def _broadcast_from_first_rank(model: nn.Module) -> None:
     """Broadcast rank 0's parameters and buffers."""
     if world_size() == 1:
         return
-    world_axis = MeshAxis(
-        "world", range(world_size()), torch.distributed.get_rank(), torch.distributed.group.WORLD, frozenset()
-    )
+    rank, group = torch.distributed.get_rank(), torch.distributed.group.WORLD
+    world_axis = MeshAxis("world", range(world_size()), rank, group, frozenset())
     for tensor in [*model.parameters(), *model.buffers()]:
         world_axis.broadcast(tensor.data)

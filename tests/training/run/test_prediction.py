@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from echelon import data
 from echelon.config.run_config import Config
 from echelon.config.sections import DataConfig, EvalConfig, SampleConfig
 from echelon.launch.world import World
 from echelon.layout import Layout
+from echelon.layout.mesh import DEFAULT_ORDER
 from echelon.models import model_config
 from echelon.planning.calibrate.correction import MEASURED_FILE, read_correction
 from echelon.training.loop import train_on_rank
@@ -92,6 +95,22 @@ def test_the_dtypes_of_a_run_are_priced(monkeypatch, settings, precision, moment
     (case,) = asked
     assert (case.precision, case.moment_bytes, case.program) == (precision, moment_bytes, program)
     assert case.layout == layout
+
+
+def agreed_rank_order(local_world_size: int) -> tuple[str, str]:
+    """The order that this rank learns, if the planner of each machine would choose another one."""
+    planned = DEFAULT_ORDER[::-1] if dist.get_rank() == 0 else DEFAULT_ORDER
+    world = World(rank=dist.get_rank(), world_size=dist.get_world_size(), device=torch.device("cpu"), backend="gloo")
+    model, layout = model_config.find_model("llama-tiny"), Layout.parse("dp=2,pp=2,accumulate=2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", str(local_world_size))
+        patch.setattr(prediction, "place_ranks", lambda scenario: replace(scenario, rank_order=planned))
+        return prediction.agree_on_rank_order(Config(batch=4), layout, model, world)
+
+
+def test_all_nodes_agree_on_the_rank_order_of_rank_0(pool):
+    assert pool.run(agreed_rank_order, 4, local_world_size=2) == [DEFAULT_ORDER[::-1]] * 4
+    assert pool.run(agreed_rank_order, 4, local_world_size=4) == [DEFAULT_ORDER] * 4  # one node: nothing to plan
 
 
 def test_the_summary_has_predicted_and_measured_step_time(tokens, tmp_path, capsys):

@@ -1,1 +1,1 @@
-"""elastic: see the modules."""
+"""Restarts of a run, with the ranks that are left."""

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from echelon.config.run_config import Config
 from echelon.faults.injection_spec import Injection, injections_of_later_attempt
@@ -24,9 +24,11 @@ from echelon.launch import scratch_dir
 from echelon.launch.rendezvous import AGENT_VARIABLE, Rendezvous, join_rendezvous, under_agent
 from echelon.layout import Layout, ValidationError
 from echelon.training.elastic.replan import LayoutChange, can_run, plan_layout_change
-from echelon.training.logging.display import Display
 from echelon.training.run.resume import parse_resume_path
 from echelon.training.run.run_dir import Run, RunError, default_run_path
+
+if TYPE_CHECKING:
+    from echelon.training.logging.step_logger import StepLogger
 
 UNNAMED_RUN_ID = "none"
 """torchrun's run id without --rdzv-id"""
@@ -54,21 +56,18 @@ class Attempt:
 
     def injections(self, inject: Sequence[Injection], world: int) -> tuple[Injection, ...]:
         """Return the injected faults of this attempt: after the first, only ranks that are gone for good."""
-        return (
-            injections_of_later_attempt(inject, world, first_world_size=self.initial_ranks or world)
-            if self.restart_count
-            else tuple(inject)
-        )
+        if not self.restart_count:
+            return tuple(inject)
+        return injections_of_later_attempt(inject, world, first_world_size=self.initial_ranks or world)
 
-    def log_changes(self, run: Run | None, display: Display) -> None:
+    def log_changes(self, logger: StepLogger) -> None:
         """Log the restart and the change of layout before this attempt."""
-        if self.restart_count and run is not None and scratch_dir.scratch_dir() is None:
+        if self.restart_count and logger.run is not None and scratch_dir.scratch_dir() is None:
             of = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-            run.log(RESTART, number=self.restart_count, of=of, time=time.time(), **_last_failure(run))
+            logger.log(RESTART, number=self.restart_count, of=of, time=time.time(), **_last_failure(logger.run))
         if self.layout_change is not None:
-            display.print_note(str(self.layout_change))
-            if run is not None:
-                run.log(REPLAN, **self.layout_change.record())
+            logger.display.print_note(str(self.layout_change))
+            logger.log(REPLAN, **self.layout_change.record())
 
 
 def join_attempt(config: Config, resume: str) -> tuple[Attempt, Rendezvous[Attempt] | None]:
@@ -84,9 +83,9 @@ def join_attempt(config: Config, resume: str) -> tuple[Attempt, Rendezvous[Attem
 
 def determine_attempt(config: Config, resume: str, world: int) -> Attempt:
     """Determine the attempt, on rank 0."""
-    number = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    path = find_run(config, resume, os.environ[AGENT_VARIABLE], restarted=number > 0)
-    to_resume = resume_target(path, resume, os.environ[AGENT_VARIABLE])
+    number, run_id = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), os.environ[AGENT_VARIABLE]
+    path = find_run(config, resume, run_id, restarted=number > 0)
+    to_resume = resume_target(path, resume, run_id)
     run = Run.open(parse_resume_path(to_resume)[0]) if to_resume else None
     if path is not None and not number:
         number = 1  # agents do not count restarts when machines join or leave
@@ -99,26 +98,16 @@ def determine_attempt(config: Config, resume: str, world: int) -> Attempt:
     available = f"{world} rank{'s are' if world > 1 else ' is'}"
     why = f"{available} left" if run is not None and world < ranks else f"{available} available"
     if can_run(config, world):  # the requested layout, perhaps after another one
-        again = LayoutChange(
-            old_layout=before,
-            new_layout=config.layout or f"dp={world}",
-            available_ranks=world,
-            step_seconds=None,
-            reason=why,
-        )
+        change = LayoutChange(before, config.layout or f"dp={world}", None, why)
         # The launcher of this machine logs the change itself.
         is_logged = run is None or ranks == world or scratch_dir.scratch_dir() is not None
-        return attempt if is_logged else replace(attempt, layout_change=again)
-    change = plan_layout_change(config, before, world, reason=why)
-    if change is None:
+        return attempt if is_logged else replace(attempt, layout_change=change)
+    planned = plan_layout_change(config, before, world, reason=why)
+    if planned is None:
         return attempt  # the layout is refused later, with its issues
-    config = replace(config, layout=change.new_layout)
-    return replace(
-        attempt,
-        config=config,
-        active_ranks=change.used_ranks,
-        layout_change=change if change.new_layout != before else None,
-    )
+    config = replace(config, layout=planned.new_layout)
+    logged_change = planned if planned.new_layout != before else None
+    return replace(attempt, config=config, active_ranks=planned.used_ranks, layout_change=logged_change)
 
 
 def find_run(config: Config, resume: str, run_id: str, *, restarted: bool) -> Path | None:
@@ -136,11 +125,11 @@ def find_run(config: Config, resume: str, run_id: str, *, restarted: bool) -> Pa
 
 def resume_target(path: Path | None, resume: str, run_id: str) -> str:
     """Return the run to resume; the requested checkpoint, unless an earlier attempt has progressed beyond it."""
-    if path is None or (
-        parse_resume_path(resume)[1] is not None and run_id != UNNAMED_RUN_ID and not _is_unfinished_run(path, run_id)
-    ):
+    if path is None:
         return resume
-    return str(path)
+    names_checkpoint = parse_resume_path(resume)[1] is not None
+    is_first = names_checkpoint and run_id != UNNAMED_RUN_ID and not _is_unfinished_run(path, run_id)
+    return resume if is_first else str(path)
 
 
 def _is_unfinished_run(path: Path, run_id: str) -> bool:
@@ -158,10 +147,7 @@ def _is_unfinished_run(path: Path, run_id: str) -> bool:
 
 def last_layout(run: Run) -> str:
     """Return the layout of the previous attempt."""
-    layout = str(run.plan["layout"])
-    for record in run.records("resume"):
-        layout = str(record["layout"])
-    return layout
+    return str([run.plan["layout"], *(record["layout"] for record in run.records("resume"))][-1])
 
 
 def _last_failure(run: Run) -> dict[str, Any]:

@@ -17,19 +17,17 @@ MAX_PLANS_TRIED = 32
 """best plans that are tried, since the configuration may be incompatible with some"""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LayoutChange:
     """A change of the layout between two attempts."""
 
     old_layout: str
     new_layout: str
-    available_ranks: int
-    """number of ranks that exist now"""
     step_seconds: float | None
     """predicted step time; None for a custom model"""
+    reason: str
     idle_ranks: tuple[int, ...] = ()
     """ranks that the new layout does not use"""
-    reason: str = ""
 
     @property
     def used_ranks(self) -> int:
@@ -37,13 +35,14 @@ class LayoutChange:
 
     def record(self) -> dict[str, Any]:
         """Return the fields of the log record."""
-        facts: dict[str, Any] = {
+        return {
             "from": self.old_layout,
             "to": self.new_layout,
             "why": self.reason,
             "ranks": self.used_ranks,
+            "idle": list(self.idle_ranks),
+            "predicted_step_s": self.step_seconds,
         }
-        return {**facts, "idle": list(self.idle_ranks), "predicted_step_s": self.step_seconds}
 
     def __str__(self) -> str:
         parts = [f"layout {self.old_layout} -> {self.new_layout}, since {self.reason}"]
@@ -72,14 +71,7 @@ def plan_layout_change(
             used = Layout.parse(layout).world
             if can_run(replace(config, layout=layout), used):
                 idle = tuple(rank_numbers or range(available_ranks))[used:]
-                return LayoutChange(
-                    old_layout=old_layout,
-                    new_layout=layout,
-                    available_ranks=available_ranks,
-                    step_seconds=seconds,
-                    idle_ranks=idle,
-                    reason=reason,
-                )
+                return LayoutChange(old_layout, layout, seconds, reason, idle)
     return None
 
 
@@ -104,6 +96,6 @@ def _user_model_layouts(layout: str, ranks: int) -> Iterator[str]:
     split = inside.tp * inside.cp * inside.pp
     if ranks % split == 0:
         for left_out in ((), ("microbatch",), ("microbatch", "accumulate")):
-            kept = {key: value for key, value in given.items() if key not in left_out}
-            yield ",".join(f"{key}={value}" for key, value in {"dp": ranks // split, **kept}.items())
+            others = [f"{key}={value}" for key, value in given.items() if key not in left_out]
+            yield ",".join([f"dp={ranks // split}", *others])
     yield f"dp={ranks}"

@@ -39,12 +39,8 @@ def supervise(config: Config, *, quiet: bool, inject: Sequence[Injection], resum
             remaining.pop(error.rank)
             inject = injections_of_later_attempt(inject, change.used_ranks, first_world_size=procs)
             resume = resume_target(launch.path, resume, launch.run_id)
-            launch = _LaunchAttempt(
-                replace(config, layout=change.new_layout),
-                resume,
-                change.used_ranks,
-                devices=remaining[: change.used_ranks],
-            )
+            new_config, used = replace(config, layout=change.new_layout), change.used_ranks
+            launch = _LaunchAttempt(new_config, resume, used, devices=remaining[:used])
 
 
 class _LaunchAttempt:
@@ -97,13 +93,9 @@ class _LaunchAttempt:
 
         `remaining_ranks` are numbered as in the first attempt, like their GPUs.
         """
-        is_refused = error.failure is not None and bool(error.failure.user_errors)
-        if (
-            not requested_config.elastic.replan
-            or is_refused
-            or {*self.failed_ranks} - {error.rank}
-            or len(remaining_ranks) == 1
-        ):
+        is_refused = error.failure is not None and error.failure.user_errors
+        others_failed = {*self.failed_ranks} - {error.rank}
+        if not requested_config.elastic.replan or is_refused or others_failed or len(remaining_ranks) == 1:
             return None
         path, times = self.path, len(self.failed_ranks) + 1
         before = last_layout(Run.open(path)) if path is not None else self.config.layout or f"dp={self.procs}"

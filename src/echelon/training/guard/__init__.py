@@ -1,1 +1,1 @@
-"""guard: see the modules."""
+"""Guards of a run: NaN debugging, loss spikes, silent data corruption."""

@@ -25,9 +25,8 @@ def arm_bit_flips(parallel: ParallelModel) -> None:
     if not wanted:
         return
     modules = hookable_modules(parallel.model)
-    gradients = [
-        entry.name for unit in parallel.sharded_model.param_groups for entry in unit.spec.params if entry.trainable
-    ]
+    groups = parallel.sharded_model.param_groups
+    gradients = [param.name for group in groups for param in group.spec.params if param.trainable]
     for pattern in wanted:
         if not any(fnmatch(name, pattern) for name in (*modules, *gradients)):
             examples = ", ".join([*modules][:8])
@@ -35,8 +34,8 @@ def arm_bit_flips(parallel: ParallelModel) -> None:
     for name, module in modules.items():
         if any(fnmatch(name, pattern) for pattern in wanted):
             module.register_forward_hook(_output_hook(name))
-    for unit in parallel.sharded_model.param_groups:
-        _hook_gradient_reduction(unit)
+    for group in groups:
+        _hook_gradient_reduction(group)
 
 
 def _output_hook(name: str) -> Any:
@@ -48,16 +47,16 @@ def _output_hook(name: str) -> Any:
     return hook
 
 
-def _hook_gradient_reduction(unit: ParamGroup) -> None:
-    reduction, start_reduction = unit.reduction, unit.reduction.start
+def _hook_gradient_reduction(group: ParamGroup) -> None:
+    start_reduction = group.reduction.start
 
     def start(group: ParamGroup) -> None:
-        for entry in unit.spec.params:
-            if entry.trainable and injector.should_flip_output(entry.name):
-                flip_bit(unit.grads.view(entry))
+        for param in group.spec.params:
+            if param.trainable and injector.should_flip_output(param.name):
+                flip_bit(group.grads.view(param))
         start_reduction(group)
 
-    reduction.start = start  # type: ignore[method-assign]
+    group.reduction.start = start  # type: ignore[method-assign]
 
 
 @torch.no_grad()

@@ -61,12 +61,8 @@ class Spike:
         return {name: value for name, value in asdict(self).items() if value != ""}
 
     def __str__(self) -> str:
-        if self.reason:
-            return self.reason
-        return (
-            f"loss {self.loss:.3f} of step {self.first} is a spike "
-            f"(the losses before it: median {self.median:.3f}, limit {self.limit:.3f})"
-        )
+        history = f"the losses before it: median {self.median:.3f}, limit {self.limit:.3f}"
+        return self.reason or f"loss {self.loss:.3f} of step {self.first} is a spike ({history})"
 
 
 class DivergedError(ValueError):
@@ -116,12 +112,9 @@ class SpikeDetector:
 
     def spike_from_divergence(self, error: DivergedError, result: StepResult) -> Spike:
         """Treat steps with gradients that are not finite as one spike."""
-        middle, limit = (
-            spike_limit(self.recent_losses, self.config.factor) if self.recent_losses else (float("nan"), float("nan"))
-        )
-        return Spike(
-            first=error.first, last=error.last, loss=result.loss, median=middle, limit=limit, reason=str(error)
-        )
+        middle, limit = spike_limit(self.recent_losses or [float("nan")], self.config.factor)
+        first, last, reason = error.first, error.last, str(error)
+        return Spike(first=first, last=last, loss=result.loss, median=middle, limit=limit, reason=reason)
 
     def count_rollback(self, spike: Spike) -> None:
         """Count a rollback; raise ValueError if none is left."""

@@ -9,7 +9,7 @@ Where results are read one step late, the next step may have moved the weights; 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,9 +20,9 @@ from echelon.moe.experts import Experts
 from echelon.parallel.comm.axis_names import WORLD_AXIS
 from echelon.parallel.parallel_model import ParallelModel
 from echelon.training.batch_sharding import Microbatch
-from echelon.training.grad_norm import GradientSlice
 from echelon.training.guard.module_outputs import watch_outputs
 from echelon.training.guard.replay_check import StepSnapshot
+from echelon.training.step_result import StepResult
 
 if TYPE_CHECKING:
     from echelon.training.engine import Engine
@@ -35,20 +35,19 @@ class NonfiniteOutput(NamedTuple):
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class NonfiniteReport:
     """The loss or gradients of a step that are not finite."""
 
-    parameter: str
-    """first parameter of the backward pass whose gradient is not finite; empty where only the loss is not"""
-    ranks: tuple[int, ...]
-    """ranks that hold such a gradient"""
-    coordinates: tuple[tuple[str, int], ...]
-    """mesh coordinates of the first of these ranks"""
-    is_reduced: bool
-    """whether the gradient is reduced over data-parallel ranks, any of which may have caused it"""
     loss_is_nonfinite: bool
-    """whether the loss is not finite either"""
+    parameter: str = ""
+    """first parameter of the backward pass whose gradient is not finite; empty where only the loss is not"""
+    ranks: tuple[int, ...] = ()
+    """ranks that hold such a gradient"""
+    coordinates: tuple[tuple[str, int], ...] = ()
+    """mesh coordinates of the first of these ranks"""
+    is_reduced: bool = False
+    """whether the gradient is reduced over data-parallel ranks, any of which may have caused it"""
     output: NonfiniteOutput | None = None
     """where the loss became not finite"""
 
@@ -70,14 +69,11 @@ class NonfiniteReport:
         }
 
     def __str__(self) -> str:
-        return self._gradient_text + (self._output_text if self.output is not None else "")
-
-    @property
-    def _output_text(self) -> str:
-        assert self.output is not None
-        ranks = self.output.ranks
-        others = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
-        return f"; the first output that is not finite is that of {self.output.module}, on rank {ranks[0]}{others}"
+        if self.output is None:
+            return self._gradient_text
+        module, (first, *others) = self.output
+        where = f"rank {first}" + (f" and {len(others)} more" if others else "")
+        return f"{self._gradient_text}; the first output that is not finite is that of {module}, on {where}"
 
     @property
     def _gradient_text(self) -> str:
@@ -88,9 +84,8 @@ class NonfiniteReport:
         others = len(self.ranks) - 1
         where += f" and {others} more" if others else ""
         summed = f", which hold{'' if others else 's'} its sum over data-parallel ranks" if self.is_reduced else ""
-        return (
-            f"{'loss and ' if self.loss_is_nonfinite else ''}gradient of {self.parameter} not finite on {where}{summed}"
-        )
+        loss = "loss and " if self.loss_is_nonfinite else ""
+        return f"{loss}gradient of {self.parameter} not finite on {where}{summed}"
 
 
 class NonfiniteLocator:
@@ -109,39 +104,32 @@ class NonfiniteLocator:
         moe_layers = [name for name, module in model.named_modules() if isinstance(module, Experts)]
         self.expert_params = {name for name in self.param_names if name.rpartition(".")[0] in moe_layers}
 
-    def locate(
-        self,
-        parallel: ParallelModel,
-        slices: Sequence[GradientSlice],
-        norms: Sequence[float],
-        *,
-        loss_is_nonfinite: bool,
-    ) -> NonfiniteReport:
-        """Locate the gradient over all ranks: every rank must call it, with the norms of its slices."""
-        nonfinite = {part.name for part, norm in zip(slices, norms, strict=True) if not math.isfinite(norm)}
-        axis = parallel.axes[WORLD_AXIS]
-        indices = torch.zeros(axis.size, dtype=torch.int64, device=parallel.options.device)
-        indices[axis.index] = 1 + max((self.param_names.index(name) for name in nonfinite), default=-1)
-        by_rank = axis.all_reduce(indices).tolist()
-        if not any(by_rank):
-            return NonfiniteReport(
-                parameter="", ranks=(), coordinates=(), is_reduced=False, loss_is_nonfinite=loss_is_nonfinite
-            )
-        ranks = tuple(axis.ranks[position] for position, index in enumerate(by_rank) if index == max(by_rank))
+    def locate(self, engine: Engine, result: StepResult) -> NonfiniteReport:
+        """Locate the gradient of a step over all ranks: every rank must call it."""
+        parallel, norms = engine.parallel, zip(engine.grad_norm.slices, result.read_norms(), strict=True)
+        nonfinite = {part.name for part, norm in norms if not math.isfinite(norm)}
+        loss_is_nonfinite = not math.isfinite(result.loss)
+        mine = 1 + max((self.param_names.index(name) for name in nonfinite), default=-1)
+        last, ranks = _highest_over_ranks(parallel, mine)
+        if not last:
+            return NonfiniteReport(loss_is_nonfinite)
         layout, at = parallel.layout, parallel.axes.mesh.coordinates(ranks[0])
         degrees = {"dp": layout.dp, "pp": layout.pp, "cp": layout.cp, "tp": layout.tp}
         coordinates = tuple((name, at[name]) for name, degree in degrees.items() if degree > 1)
-        name, expert_ranks = self.param_names[max(by_rank) - 1], layout.ep * layout.etp
-        copies = (
-            layout.dp * layout.cp * layout.tp // expert_ranks if name in self.expert_params else layout.dp * layout.cp
-        )
-        return NonfiniteReport(
-            parameter=name,
-            ranks=ranks,
-            coordinates=coordinates,
-            is_reduced=copies > 1,
-            loss_is_nonfinite=loss_is_nonfinite,
-        )
+        name, copies = self.param_names[last - 1], layout.dp * layout.cp
+        if name in self.expert_params:
+            copies = copies * layout.tp // (layout.ep * layout.etp)
+        return NonfiniteReport(loss_is_nonfinite, name, ranks, coordinates, is_reduced=copies > 1)
+
+
+def _highest_over_ranks(parallel: ParallelModel, mine: int) -> tuple[int, tuple[int, ...]]:
+    """Return the highest number of any rank, and the ranks that have it. Every rank must call it."""
+    axis = parallel.axes[WORLD_AXIS]
+    numbers = torch.zeros(axis.size, dtype=torch.int64, device=parallel.options.device)
+    numbers[axis.index] = mine
+    by_rank = axis.all_reduce(numbers).tolist()
+    highest = max(by_rank)
+    return highest, tuple(rank for rank, number in zip(axis.ranks, by_rank, strict=True) if number == highest)
 
 
 def _forward_order(module: nn.Module, name: str = "") -> Iterator[str]:
@@ -167,12 +155,7 @@ def first_nonfinite_output(engine: Engine, microbatches: Iterable[Microbatch]) -
     snapshot.restore()
     flags = torch.stack(finite).tolist() if finite else ()
     nonfinite = [name for name, is_finite in zip(names, flags, strict=True) if not is_finite]
-    axis, order = engine.parallel.axes[WORLD_AXIS], engine.nonfinite_locator.modules
-    indices = torch.zeros(axis.size, dtype=torch.int64, device=engine.parallel.options.device)
-    indices[axis.index] = len(order) - order.index(nonfinite[0]) if nonfinite else 0
-    by_rank = axis.all_reduce(indices).tolist()
-    if not any(by_rank):
-        return None
+    order = engine.nonfinite_locator.modules
     # Later modules have smaller numbers, and their outputs follow from earlier ones.
-    ranks = tuple(axis.ranks[position] for position, index in enumerate(by_rank) if index == max(by_rank))
-    return NonfiniteOutput(order[len(order) - max(by_rank)], ranks)
+    first, ranks = _highest_over_ranks(engine.parallel, len(order) - order.index(nonfinite[0]) if nonfinite else 0)
+    return NonfiniteOutput(order[len(order) - first], ranks) if first else None

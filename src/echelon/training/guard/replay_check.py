@@ -86,7 +86,7 @@ class ReplayCheck:
         """`report` takes what was found and how the run continues, on every rank."""
         self._engine, self._config, self._report = engine, config, report
         self.tolerance = config.tolerance
-        exact = not self.tolerance and engine.parallel.options.device.type == "cuda"
+        exact = not config.tolerance and engine.parallel.options.device.type == "cuda"
         self._kernels = deterministic_kernels if exact else nullcontext
         self._probed = False
         self._forward_backward, engine.forward_backward = engine.forward_backward, self
@@ -95,9 +95,8 @@ class ReplayCheck:
         engine, microbatches = self._engine, list(microbatches)
         probed, self._probed = self._probed, True
         if (engine.num_steps + 1) % self._config.every:
-            if probed:
-                return self._forward_backward(microbatches, lr)
-            with self._kernels():  # an operator without a deterministic kernel fails in the first step, not a late one
+            # An operator without a deterministic kernel fails in the first step, not in a late one.
+            with nullcontext() if probed else self._kernels():
                 return self._forward_backward(microbatches, lr)
         snapshot = StepSnapshot(engine)
         first, totals = self._run_pass(microbatches, lr)
@@ -107,7 +106,8 @@ class ReplayCheck:
             second, totals = self._run_pass(microbatches, lr)
             passes.append(second.values())
             index = first_difference(passes[0], passes[1], self.tolerance)
-            if not self._on_any_rank(index >= 0):
+            differs = torch.tensor(float(index >= 0), device=engine.parallel.options.device)
+            if not engine.parallel.axes[WORLD_AXIS].all_reduce(differs, op="max"):
                 return totals
             snapshot.restore()
             third, totals = self._run_pass(microbatches, lr)
@@ -123,17 +123,13 @@ class ReplayCheck:
         checksums.add("its own sum of losses", "loss", totals)
         return checksums, totals
 
-    def _on_any_rank(self, condition: bool) -> bool:
-        flag = torch.tensor(float(condition), device=self._engine.parallel.options.device)
-        return bool(self._engine.parallel.axes[WORLD_AXIS].all_reduce(flag, op="max"))
-
     def _report_corruption(self, events: Sequence[ChecksumEvent], index: int, passes: Sequence[Tensor]) -> None:
         parallel = self._engine.parallel
         axis, mesh = parallel.axes[WORLD_AXIS], parallel.axes.mesh
-        mine: CorruptionFinding | None = None
+        gathered: list[CorruptionFinding | None] = [None] * axis.size
         if index >= 0:
             event, rank = events[index], axis.ranks[axis.index]
-            mine = CorruptionFinding(
+            gathered[axis.index] = CorruptionFinding(
                 rank=rank,
                 at=mesh_position(mesh, rank),
                 host=socket.gethostname(),
@@ -142,11 +138,9 @@ class ReplayCheck:
                 own=event.is_local,
                 wrong=self._wrong_pass(index, passes),
             )
-        gathered: list[CorruptionFinding | None] = [mine]
         if axis.size > 1:
-            gathered = [None] * axis.size
             with axis.recorder.blocking_operation("all_gather", WORLD_AXIS, axis.sequence):
-                dist.all_gather_object(gathered, mine, group=axis.group)
+                dist.all_gather_object(gathered, gathered[axis.index], group=axis.group)
         findings = [finding for finding in gathered if finding is not None]
         origins = tuple(finding for finding in findings if finding.own) or tuple(findings)
         corruption = SilentCorruption(step=self._engine.num_steps + 1, findings=origins, ranks=len(findings))

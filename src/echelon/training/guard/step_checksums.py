@@ -19,7 +19,7 @@ rounding error, and is compared on the scale of the others.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -60,18 +60,17 @@ class StepChecksums:
     @contextmanager
     def recording(self, parallel: ParallelModel) -> Iterator[None]:
         """Record module outputs, gradients, and what is sent and received, within the context."""
-        with ExitStack() as stack:
-            stack.enter_context(watch_outputs(parallel.model, self._output, self._enter))
-            for unit in parallel.sharded_model.param_groups:
-                unit.reduction.before_reduce = self._gradients
-            recorder = self._recorder = parallel.axes.recorder
+        recorder = self._recorder = parallel.axes.recorder
+        with watch_outputs(parallel.model, self._output, self._enter):
+            for group in parallel.sharded_model.param_groups:
+                group.reduction.before_reduce = self._gradients
             recorder.on_send, recorder.on_receive = self._sent, self._received
             try:
                 yield
             finally:
                 recorder.on_send = recorder.on_receive = None
-                for unit in parallel.sharded_model.param_groups:
-                    unit.reduction.before_reduce = None
+                for group in parallel.sharded_model.param_groups:
+                    group.reduction.before_reduce = None
 
     def add(self, what: str, layer: str, value: Tensor, *, is_local: bool = True) -> None:
         if not value.is_floating_point():
@@ -90,11 +89,11 @@ class StepChecksums:
     def _output(self, name: str, value: Tensor) -> None:
         self.add(f"the output of {name}", name, value)
 
-    def _gradients(self, unit: ParamGroup) -> None:
-        for entry in unit.spec.params:
-            if entry.trainable:
-                self._current_name, self._backward = entry.name, True
-                self.add(f"its own gradient of {entry.name}", entry.name, unit.grads.view(entry))
+    def _gradients(self, group: ParamGroup) -> None:
+        for param in group.spec.params:
+            if param.trainable:
+                self._current_name, self._backward = param.name, True
+                self.add(f"its own gradient of {param.name}", param.name, group.grads.view(param))
 
     def _sent(self, op: str, axis: str, value: Tensor) -> None:
         self.add(f"what it sent to {op} over {axis}, {self._location}", self._current_name, value)
@@ -123,15 +122,14 @@ def float64_norm(value: Tensor) -> Tensor:
 def differences(one: Tensor, other: Tensor, tolerance: float) -> Tensor:
     """Return which events differ, among those that both passes have."""
     common = min(len(one), len(other))
-    one_, other_ = one[:common], other[:common]
-    if tolerance:
-        finite = torch.isfinite(one_) & torch.isfinite(other_)
-        usual = torch.where(finite, one_.abs(), 0.0).median() if common else 0.0
-        apart = (one_ - other_).abs() > tolerance * torch.maximum(one_.abs(), other_.abs()).clamp(
-            min=NEGLIGIBLE_NORM * usual
-        )
-        return torch.where(finite, apart, torch.isfinite(one_) != torch.isfinite(other_))
-    return one_ != other_
+    one, other = one[:common], other[:common]
+    if not tolerance:
+        return one != other
+    finite = torch.isfinite(one) & torch.isfinite(other)
+    usual = torch.where(finite, one.abs(), 0.0).median() if common else 0.0
+    scale = torch.maximum(one.abs(), other.abs()).clamp(min=NEGLIGIBLE_NORM * usual)
+    apart = (one - other).abs() > tolerance * scale
+    return torch.where(finite, apart, torch.isfinite(one) != torch.isfinite(other))
 
 
 def first_difference(one: Tensor, other: Tensor, tolerance: float) -> int:

@@ -1,1 +1,1 @@
-"""logging: see the modules."""
+"""Display, log and metrics of a run."""

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console, Group, RenderableType
@@ -85,27 +84,14 @@ class Display:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def print_settings(self, title: str, settings: Sequence[ResolvedSetting]) -> None:
         """Print every resolved setting, before the first step."""
-        if not self._is_live:
-            self._print_line(title)
-            for name, value, why in settings:
-                self._print_line(f"  {name}: {value}" + (f" ({why})" if why else ""))
-            return
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="cyan", no_wrap=True)
-        table.add_column(style="bold")
-        table.add_column(style="dim", ratio=1)
-        for cells in settings:
-            table.add_row(*(Text(cell) for cell in cells))
-        self._console.print(Panel(table, title=Text(title, style="bold"), title_align="left", border_style="cyan"))
+        self._print_table(title, settings, "cyan")
 
     def show_step(self, progress: Progress) -> None:
         """Show the progress after a step."""
@@ -131,37 +117,46 @@ class Display:
 
     def print_summary(self, title: str, rows: Sequence[tuple[str, str]], *, prompt: str = "", sample: str = "") -> None:
         """Print the results, and the text that the model generated after `prompt`."""
+        below: list[RenderableType] = []
+        if sample:
+            written = Text.assemble((self._printable(prompt), "bold"), self._printable(sample))
+            below = [Rule("generated text", style="dim green"), written]
+        self._print_table(title, rows, "green", *below)
+        if sample and not self._is_live:
+            self._print_line("  sample:")
+            for line in self._printable(prompt + sample).splitlines():
+                self._print_line(f"    | {line}")
+
+    def _print_table(
+        self, title: str, rows: Sequence[tuple[str, str] | ResolvedSetting], color: str, *below: RenderableType
+    ) -> None:
+        """Print rows of name, value and perhaps a reason: as a panel on a terminal, else line by line."""
         if not self._is_live:
             self._print_line(title)
-            for name, value in rows:
-                self._print_line(f"  {name}: {value}")
-            if sample:
-                self._print_line("  sample:")
-                for line in self._printable(prompt + sample).splitlines():
-                    self._print_line(f"    | {line}")
+            for name, value, *reasons in rows:
+                self._print_line(f"  {name}: {value}" + "".join(f" ({reason})" for reason in reasons if reason))
             return
         table = Table.grid(padding=(0, 2))
         table.add_column(style="cyan", no_wrap=True)
         table.add_column(style="bold")
-        for name, value in rows:
-            table.add_row(Text(name), Text(value))
-        parts: list[RenderableType] = [table]
-        if sample:
-            written = Text.assemble((self._printable(prompt), "bold"), self._printable(sample))
-            parts += [Rule("generated text", style="dim green"), written]
-        self._console.print(
-            Panel(Group(*parts), title=Text(title, style="bold"), title_align="left", border_style="green")
-        )
+        if any(len(cells) > 2 for cells in rows):
+            table.add_column(style="dim", ratio=1)
+        for cells in rows:
+            table.add_row(*(Text(cell) for cell in cells))
+        heading = Text(title, style="bold")
+        self._console.print(Panel(Group(table, *below), title=heading, title_align="left", border_style=color))
 
     def _figures(self) -> list[tuple[str, str]]:
         assert self._progress is not None
+        (start, first), (end, last) = self._times[0], self._times[-1]
+        seconds_left = (end - start) / (last - first) * (self._total - last) if last > first else math.nan
         return [
             ("loss", format_number(self._progress.loss)),
             ("tokens/s", format_count(self._progress.tokens_per_s)),
             ("MFU", format_percent(self._progress.mfu)),
             ("HFU", format_percent(self._progress.hfu)),
             ("memory", format_bytes(self._progress.memory)),
-            ("left", format_duration(self._seconds_left())),
+            ("left", format_duration(seconds_left)),
         ]
 
     def _render(self) -> RenderableType:
@@ -172,13 +167,12 @@ class Display:
             bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
         bar.add_column(no_wrap=True, justify="right")
+        step, total = self._progress.step, self._total
         bar.add_row(
             Text("step", style="cyan"),
-            Text(f"{self._progress.step}/{self._total}", style="bold"),
-            ProgressBar(
-                total=self._total, completed=self._progress.step, complete_style="cyan", finished_style="green"
-            ),
-            Text(f"{self._progress.step / self._total:4.0%}", style="bold"),
+            Text(f"{step}/{total}", style="bold"),
+            ProgressBar(total=total, completed=step, complete_style="cyan", finished_style="green"),
+            Text(f"{step / total:4.0%}", style="bold"),
         )
         loss, *others = (Text.assemble((name, "cyan"), (f" {value}", "bold")) for name, value in self._figures())
         levels = ASCII_SPARK_LEVELS if self._console.options.ascii_only else SPARK_LEVELS
@@ -198,10 +192,6 @@ class Display:
                 lines.append(Text("       "))
             lines[-1] += Text("   ") + cell
         return lines
-
-    def _seconds_left(self) -> float:
-        (start, first), (end, last) = self._times[0], self._times[-1]
-        return (end - start) / (last - first) * (self._total - last) if last > first else math.nan
 
     def _print_line(self, text: str, style: str = "") -> None:
         self._console.print(Text(text, style=style), soft_wrap=not self._is_live)

@@ -78,24 +78,16 @@ class ExpertLoadCounter:
         """Start to read the loads of the last queued step; the returned function waits for that step only."""
         if self.last_table is None:
             return list
-        last, pending = self.last_table.flatten(), self._pending
-        if pending is not None and last.is_cuda:
-            pending.wait()  # on the device, not on the host
-        read_table = start_host_copy(last)
+        read_table = start_host_copy(self.last_table.flatten(), self._pending)
 
         def read() -> list[ExpertLoad]:
-            if pending is not None and not last.is_cuda:
-                pending.wait()
-            return self._to_expert_loads([int(value) for value in read_table()])
+            table, loads = [int(value) for value in read_table()], []
+            for row, (name, experts) in enumerate(self.num_experts.items()):
+                *counts, dropped = table[row * self.row_width : (row + 1) * self.row_width]
+                loads.append(ExpertLoad.from_counts(name, counts[:experts], dropped))
+            return loads
 
         return read
-
-    def _to_expert_loads(self, table: list[int]) -> list[ExpertLoad]:
-        loads = []
-        for row, (name, experts) in enumerate(self.num_experts.items()):
-            *counts, dropped = table[row * self.row_width : (row + 1) * self.row_width]
-            loads.append(ExpertLoad.from_counts(name, counts[:experts], dropped))
-        return loads
 
     def collectives(self) -> list[Collective]:
         if self.axis is None or self.axis.size == 1:

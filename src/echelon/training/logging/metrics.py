@@ -72,9 +72,8 @@ def recomputed_flops(
 ) -> float:
     """Return the FLOPs per token that recomputation executes. Block FLOPs exclude the output layer and include
     attention (scores and values). A forward is a third of a step."""
-    return (
-        recompute_shares.forward * block_flops_per_token + recompute_shares.attention * attention_flops_per_token
-    ) / 3
+    blocks = recompute_shares.forward * block_flops_per_token
+    return (blocks + recompute_shares.attention * attention_flops_per_token) / 3
 
 
 def peak_flops(device: torch.device) -> PeakFlops:
@@ -82,19 +81,16 @@ def peak_flops(device: torch.device) -> PeakFlops:
     import torch
 
     if device.type == "cuda":
-        known = known_peak(torch.cuda.get_device_name(device))
-        return known or measure_peak(device, torch.bfloat16)
+        return known_peak(torch.cuda.get_device_name(device)) or measure_peak(device, torch.bfloat16)
     # CPUs without matrix units are slower in bf16 than in float32, so float32 is the fairer yardstick there.
     return measure_peak(device, torch.float32)
 
 
 def known_peak(device_name: str) -> PeakFlops | None:
     """Return the peak of a GPU by the name that its driver reports, e.g. "NVIDIA A100-SXM4-80GB"."""
-    words = [kind for kind in BF16_PEAK if re.search(rf"\b{re.escape(kind)}\b", device_name)]
-    if not words:
-        return None
-    kind = max(words, key=len)
-    return PeakFlops(flops=BF16_PEAK[kind], source=f"dense bf16 peak of {kind}")
+    names = [name for name in BF16_PEAK if re.search(rf"\b{re.escape(name)}\b", device_name)]
+    longest = max(names, key=len, default="")
+    return PeakFlops(flops=BF16_PEAK[longest], source=f"dense bf16 peak of {longest}") if longest else None
 
 
 def measure_peak(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.2) -> PeakFlops:
@@ -102,9 +98,7 @@ def measure_peak(device: torch.device, dtype: torch.dtype, *, seconds: float = 0
     import torch
 
     size = 512 if device.type == "cpu" else 4096
-    left = torch.ones(size, size, device=device, dtype=dtype)
-    right = torch.ones(size, size, device=device, dtype=dtype)
-    out = torch.empty(size, size, device=device, dtype=dtype)
+    left, right, out = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(3))
 
     def once() -> float:
         start = time.perf_counter()

@@ -74,30 +74,16 @@ class RankStatsCollector:
         mine = [float(memory), float(count), work, loaded, waited]
         part = torch.tensor(mine, dtype=torch.float64, device=self._device)
         gathered = torch.empty(VALUES_PER_RANK * self._axis.size, dtype=torch.float64, device=self._device)
-        pending = self._axis.start_all_gather(gathered, part)
-        if gathered.is_cuda:
-            pending.wait()  # on the device, not on the host
-            read_values = start_host_copy(gathered)
-            return lambda: self._to_stats(read_values())
-
-        def read() -> RankStats:
-            pending.wait()
-            return self._to_stats(gathered.tolist())
-
-        return read
+        read_values = start_host_copy(gathered, self._axis.start_all_gather(gathered, part))
+        return lambda: self._to_stats(read_values())
 
     def _to_stats(self, numbers: Sequence[float]) -> RankStats:
         rows = [numbers[start : start + VALUES_PER_RANK] for start in range(0, len(numbers), VALUES_PER_RANK)]
         shares = [RankStepTime(work, data, waiting) for _, _, work, data, waiting in rows]
         steps = int(min(row[1] for row in rows))
         slow = find_straggler(shares, self._stages) if steps >= MIN_STEPS else None
-        return RankStats(
-            int(max(row[0] for row in rows)),
-            steps,
-            shares,
-            slow,
-            data_starvation(shares) if steps >= MIN_STEPS else 0.0,
-        )
+        starved = data_starvation(shares) if steps >= MIN_STEPS else 0.0
+        return RankStats(int(max(row[0] for row in rows)), steps, shares, slow, starved)
 
     def mesh_position(self, rank: int) -> str:
         return mesh_position(self._mesh, rank)

@@ -42,19 +42,13 @@ def resolved_settings(config: Config, engine: Engine, peak: PeakFlops, threads: 
         yield _moe_settings(model.moe, layout, seq_len)
     if engine.pipeline is not None:
         yield from _pipeline_settings(engine.pipeline, seq_len)
-    yield (
-        "batch",
-        f"{layout.batch} sequences" + (f" x {seq_len} tokens" if model is not None else ""),
-        f"dp {layout.dp} x microbatch {layout.microbatch} x accumulate {layout.accumulate}",
-    )
+    size = f"{layout.batch} sequences" + (f" x {seq_len} tokens" if model is not None else "")
+    yield "batch", size, f"dp {layout.dp} x microbatch {layout.microbatch} x accumulate {layout.accumulate}"
     yield from _precision_settings(engine)
     yield from _optimizer_settings(engine)
     if layout.dp * layout.cp > 1:
-        yield (
-            "reduction",
-            f"{_describe_reduction(parallel.policy, layout.zero)}, in {_describe_gradient_dtype(engine)}",
-            "then divided once by the number of valid targets of the step",
-        )
+        reduction = f"{_describe_reduction(parallel.policy, layout.zero)}, in {_describe_gradient_dtype(engine)}"
+        yield "reduction", reduction, "then divided once by the number of valid targets of the step"
     yield from _recompute_settings(engine)
     yield from _group_settings(engine, config.memory.buffer)
     if layout.tp > 1 and model is not None:
@@ -128,9 +122,8 @@ def _state_bytes(engine: Engine) -> ResolvedSetting:
         float16=options.compute_dtype == torch.float16,
         num_versions=engine.pipeline.runtime.peak_weight_versions() if engine.pipeline is not None else 1,
     )
-    state_bytes["optimizer"] = cost.rank_state_bytes(
-        engine.update_rule, parallel.placement, master_bytes=options.master_dtype.itemsize
-    )
+    master_bytes = options.master_dtype.itemsize
+    state_bytes["optimizer"] = cost.rank_state_bytes(engine.update_rule, parallel.placement, master_bytes=master_bytes)
     state_bytes = _device_bytes(engine, state_bytes)
     parts = ", ".join(f"{key} {format_bytes(value)}" for key, value in state_bytes.items() if value)
     return "states per rank", format_bytes(sum(state_bytes.values())), parts
@@ -138,21 +131,16 @@ def _state_bytes(engine: Engine) -> ResolvedSetting:
 
 def _optimizer_settings(engine: Engine) -> Iterator[ResolvedSetting]:
     rule = engine.update_rule
-    numbers = {
-        "betas": list(resolve_betas(rule)) if rule.name in DEFAULT_BETAS else "",
-        "momentum": resolve_momentum(rule) or "",
-    }
+    betas = list(resolve_betas(rule)) if rule.name in DEFAULT_BETAS else ""
+    numbers = {"betas": betas, "momentum": resolve_momentum(rule) or ""}
     if text := ", ".join(f"{key} {value}" for key, value in numbers.items() if value):
         given = rule.betas is not None or rule.momentum is not None
         yield "optimizer", f"{rule.name}, {text}", "as configured" if given else "its default"
     if rule.name == "muon":
         params = [param for param in engine.parallel.placement.params.values() if param.trainable]
         by_adamw = sum(not is_muon_matrix(rule, param.name, param.shape) for param in params)
-        yield (
-            "by AdamW",
-            f"{by_adamw} of {len(params)} parameters on this rank",
-            "vectors, and matrices that optimizer.by_adamw names",
-        )
+        count = f"{by_adamw} of {len(params)} parameters on this rank"
+        yield "by AdamW", count, "vectors, and matrices that optimizer.by_adamw names"
     if rule.states != "float32":
         why = {
             "bfloat16": "stochastic rounding, so that small changes accumulate",
@@ -214,11 +202,8 @@ def _device_bytes(engine: Engine, state_bytes: dict[str, int]) -> dict[str, int]
 def _offload_settings(engine: Engine) -> Iterator[ResolvedSetting]:
     offload, groups = engine.parallel.offload, engine.parallel.sharded_model.param_groups
     if offload.host is not None:
-        places = " and ".join(
-            f"{format_bytes(value)} on the {key}"
-            for key, value in step_comm_volume.offloaded_bytes(engine).items()
-            if value
-        )
+        sizes = step_comm_volume.offloaded_bytes(engine)
+        places = " and ".join(f"{format_bytes(value)} on the {key}" for key, value in sizes.items() if value)
         num_offloaded = len(offload.group_names)
         why = "all of them" if num_offloaded == len(groups) else "the last layers, which the next step needs last"
         yield "offload", f"{num_offloaded} of {len(groups)} parameter groups: {places} per rank", why
@@ -234,17 +219,11 @@ def _offload_settings(engine: Engine) -> Iterator[ResolvedSetting]:
 
 def _pipeline_settings(pipeline: Pipeline, seq_len: int) -> Iterator[ResolvedSetting]:
     schedule = pipeline.runtime.schedule_for(seq_len)
-    yield (
-        "schedule",
-        f"{schedule.name}: {schedule.stages} stages, {schedule.microbatches} microbatches",
-        schedule.note or "each rank executes its list of actions in order",
-    )
+    what = f"{schedule.name}: {schedule.stages} stages, {schedule.microbatches} microbatches"
+    yield "schedule", what, schedule.note or "each rank executes its list of actions in order"
     if pipeline.asynchronous:
-        yield (
-            "updates",
-            "without draining the pipeline",
-            "from older weight versions; each stage clips by its own norm",
-        )
+        why = "from older weight versions; each stage clips by its own norm"
+        yield "updates", "without draining the pipeline", why
     for line in str(pipeline.stages.split).splitlines():
         stage, layers = line.split("  ", 1)
         yield stage, layers.strip(), "layers, and their share of the cost"
@@ -277,12 +256,9 @@ def _cp_settings(layout: Layout, seq_len: int) -> Iterator[ResolvedSetting]:
         "ulysses": "all-to-all between heads and tokens",
         "ring-ulysses": f"all-to-all over {layout.ulysses} ranks, ring of keys and values",
     }
-    zigzag = (
-        ""
-        if layout.cp_kind == "ulysses"
-        else "; zigzag: each rank has an early and a late chunk, which balances attention"
-    )
-    why = how[layout.cp_kind] + zigzag
+    why = how[layout.cp_kind]
+    if layout.cp_kind != "ulysses":
+        why += "; zigzag: each rank has an early and a late chunk, which balances attention"
     yield "context", f"{tokens} tokens of {tokens * layout.cp} per rank{padded}", why
 
 
@@ -300,25 +276,17 @@ def _tp_settings(model: ModelConfig, layout: Layout, seq_len: int) -> Iterator[R
     sizes, rows = tp_cost.grid_shape(layout), tp_cost.padded_vocab_rows(layout, model.vocab)
     if layout.tp_kind != "1d":
         sequences, columns = tp_cost.local_activation_shape(layout, layout.microbatch, model.width)
-        yield (
-            "grid",
-            f"{sizes.z} x {sizes.y} x {sizes.x} ranks, {sequences:,} sequence(s) and {columns:,} columns on each",
-            f"activations are sharded; {layout.microbatch:,} sequence(s) padded to {sequences * sizes.batch_parts:,}",
-        )
+        grid = f"{sizes.z} x {sizes.y} x {sizes.x} ranks, {sequences:,} sequence(s) and {columns:,} columns on each"
+        padding = f"{layout.microbatch:,} sequence(s) padded to {sequences * sizes.batch_parts:,}"
+        yield "grid", grid, f"activations are sharded; {padding}"
     yield "vocabulary", f"{model.vocab:,} padded to {rows:,}", "padded ids have no probability and no gradient"
     if layout.sp:
-        length = -(-seq_len // layout.tp) * layout.tp
-        yield (
-            "sequence",
-            f"{seq_len:,} padded to {length:,}",
-            "sequence parallelism: each tp rank holds a slice",
-        )
+        length = f"{seq_len:,} padded to {-(-seq_len // layout.tp) * layout.tp:,}"
+        yield "sequence", length, "sequence parallelism: each tp rank holds a slice"
     if sizes.x > model.kv_heads:
-        yield (
-            "key-value heads",
-            f"{model.kv_heads}, each on {sizes.x // model.kv_heads} ranks",
-            "tp is a multiple of them" if layout.tp_kind == "1d" else "a side of the grid is a multiple of them",
-        )
+        multiple = "tp" if layout.tp_kind == "1d" else "a side of the grid"
+        heads = f"{model.kv_heads}, each on {sizes.x // model.kv_heads} ranks"
+        yield "key-value heads", heads, f"{multiple} is a multiple of them"
 
 
 def dtype_name(dtype: object) -> str:

@@ -6,33 +6,24 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from echelon.config.run_config import Config
 from echelon.faults.goodput import RunGoodput, measure_goodput
 from echelon.faults.stragglers import StragglerReporter
-from echelon.launch.world import World
 from echelon.training.batch_sharding import Microbatch
-from echelon.training.engine import Engine
 from echelon.training.guard.loss_spikes import DivergedError, Spike, SpikeDetector
 from echelon.training.guard.nan_debug import NonfiniteReport, first_nonfinite_output
 from echelon.training.guard.replay_check import SilentCorruption
 from echelon.training.logging import metrics
-from echelon.training.logging.display import (
-    Display,
-    Progress,
-    format_count,
-    format_duration,
-    format_number,
-    format_percent,
-)
+from echelon.training.logging.display import Progress, format_count, format_duration, format_number, format_percent
 from echelon.training.logging.expert_load import ExpertLoad, LoadBalance, logs_counts
-from echelon.training.logging.metrics import PeakFlops, recompute_shares
-from echelon.training.logging.rank_stats import MIN_STEPS, RankStats, RankStatsCollector
+from echelon.training.logging.rank_stats import MIN_STEPS, RankStats
 from echelon.training.logging.stopwatch import StepStopwatch
 from echelon.training.run.run_dir import Run
 from echelon.training.step_result import StepResult
-from echelon.training.task import TrainingTask
+
+if TYPE_CHECKING:
+    from echelon.training.loop import TrainingLoop
 
 GOODPUT_RECORDS = ("start", "rollback", "step")
 """log records that goodput is computed from"""
@@ -58,24 +49,11 @@ class PendingStep:
 class StepLogger:
     """Every rank reads the same steps; rank 0 displays and logs them."""
 
-    def __init__(
-        self,
-        config: Config,
-        world: World,
-        task: TrainingTask,
-        engine: Engine,
-        *,
-        display: Display,
-        rank_stats: RankStatsCollector,
-        peak_flops: PeakFlops,
-        started: float,
-        run: Run | None,
-    ):
-        """`started` is the start of this rank, by `time.perf_counter`."""
-        self.config, self.world, self.task, self.engine = config, world, task, engine
-        self.display, self.run = display, run
-        self._rank_stats, self._peak_flops, self._started = rank_stats, peak_flops, started
-        self._start_time = time.time() - (time.perf_counter() - started)
+    def __init__(self, loop: TrainingLoop, run: Run | None):
+        self.config, self.world, self.task, self.engine = loop.config, loop.world, loop.task, loop.engine
+        self.display, self.run = loop.display, run
+        self._rank_stats, self._peak_flops, self._started = loop.rank_stats, loop.peak_flops, loop.started
+        self._start_time = time.time() - (time.perf_counter() - self._started)
         self._goodput_records: list[dict[str, Any]] = []
         """starts, rollbacks and steps, of earlier attempts too"""
         self._straggler_notes = StragglerReporter()
@@ -87,7 +65,7 @@ class StepLogger:
         """dropped token assignments in all steps"""
         self.consecutive_skips = 0
         """consecutive steps with gradients that are not finite, up to the one logged last"""
-        self.spike_detector = SpikeDetector(config.spike)
+        self.spike_detector = SpikeDetector(self.config.spike)
         self._spike: Spike | None = None
         """the spike that the run must roll back"""
         self.stopwatch = StepStopwatch()
@@ -95,13 +73,18 @@ class StepLogger:
         self.step_seconds: list[float] = []
         """time of every step"""
 
+    def log(self, kind: str, **fields: Any) -> None:
+        """Append a record to the run's log, on rank 0."""
+        if self.run is not None:
+            self.run.log(kind, **fields)
+
     def log_start(self, completed_steps: int, **facts: Any) -> None:
         """Log the start of an attempt; records of earlier attempts count for goodput."""
-        start: dict[str, Any] = {"kind": "start", "time": self._start_time, "after": completed_steps, **facts}
         if self.run is not None:
             self._goodput_records = [record for record in self.run.records() if record["kind"] in GOODPUT_RECORDS]
-            self.run.log(**start)
+        start = {"kind": "start", "time": self._start_time, "after": completed_steps, **facts}
         self._goodput_records.append(start)
+        self.log(**start)
 
     def log_rollback(self, completed_steps: int, batches: Sequence[int]) -> None:
         """Log a rollback to `completed_steps`, after which `batches` are skipped."""
@@ -110,16 +93,14 @@ class StepLogger:
             self.display.print_note(f"{self._spike}; rolled back to step {completed_steps}, {what} skipped")
         record: dict[str, Any] = {"kind": "rollback", "after": completed_steps, "skipped_batches": list(batches)}
         self._goodput_records.append(record)
-        if self.run is not None:
-            self.run.log(**record)
+        self.log(**record)
         self._spike, self.consecutive_skips = None, 0
 
     def log_corruption(self, corruption: SilentCorruption, action_text: str) -> None:
         """Log silent data corruption; without `action_text` the run ends, and its error is the note."""
         if action_text:
             self.display.print_note(f"{corruption}; {action_text}")
-        if self.run is not None:
-            self.run.log("corruption", **corruption.record(), action=self.config.replay.action)
+        self.log("corruption", **corruption.record(), action=self.config.replay.action)
 
     def add(self, step: PendingStep) -> None:
         """Add a step that is queued, to be logged by `log_pending`."""
@@ -152,15 +133,14 @@ class StepLogger:
             spike = self.spike_detector.spike_from_divergence(error, step.result)
         if spike is None:
             return
-        if self.run is not None:
-            self.run.log("spike", batch=step.batch, **spike.record())
+        self.log("spike", batch=step.batch, **spike.record())
         if self.spike_detector.rolls_back:
             self._spike = spike
         else:
             self.display.print_note(f"{spike}; its batch is {step.batch}")
 
     def _log_step(self, step: PendingStep, seconds: float) -> NonfiniteReport | None:
-        result, run = step.result, self.run
+        result = step.result
         waiting, data = self._rank_stats.add_step(seconds)
         if step.read_rank_stats is not None:
             self._log_rank_stats(step.number, step.read_rank_stats())
@@ -177,25 +157,19 @@ class StepLogger:
             self.display.print_note(f"step {step.number} skipped: {_nonfinite_text(result, nonfinite)}")
         elif result.skipped:
             self.display.print_note(f"step {step.number} had no valid target: nothing was updated")
-        counted = {"step": step.number, "skipped": result.skipped, "seconds": seconds, "waiting": waiting, "data": data}
-        self._goodput_records.append({"kind": "step", **counted})
-        if run is not None:
-            scaled = {} if self.engine.normalizer.loss_scaler.recipe.is_one else {"loss_scale": result.loss_scale}
-            run.log(
-                "step",
-                **progress.record(),
-                lr=step.lr,
-                norm=result.norm,
-                count=result.count,
-                **{name: value for name, value in counted.items() if name != "step"},
-                **scaled,
-                **({"batch": step.batch} if step.batch != step.number else {}),
-            )
-            if nonfinite is not None:
-                run.log("not finite", step=step.number, **nonfinite.record(), next_loss_scale=result.next_loss_scale)
-            if loads:
-                with_counts = logs_counts(step.number)
-                run.log("experts", step=step.number, layers=[load.record(with_counts=with_counts) for load in loads])
+        spent = {"skipped": result.skipped, "seconds": seconds, "waiting": waiting, "data": data}
+        self._goodput_records.append({"kind": "step", "step": step.number, **spent})
+        fields = {"lr": step.lr, "norm": result.norm, "count": result.count, **spent}
+        if not self.engine.normalizer.loss_scaler.recipe.is_one:
+            fields["loss_scale"] = result.loss_scale
+        if step.batch != step.number:
+            fields["batch"] = step.batch
+        self.log("step", **progress.record(), **fields)
+        if nonfinite is not None:
+            self.log("not finite", step=step.number, **nonfinite.record(), next_loss_scale=result.next_loss_scale)
+        if loads:
+            with_counts = logs_counts(step.number)
+            self.log("experts", step=step.number, layers=[load.record(with_counts=with_counts) for load in loads])
         return nonfinite
 
     def _count_skips(self, step: PendingStep, nonfinite: NonfiniteReport | None) -> None:
@@ -244,7 +218,7 @@ class StepLogger:
         return measure_goodput(self._goodput_records, end_time=now)
 
     def summary(
-        self, last: StepResult, *, eval_loss: float | None, checkpoint: str | None, stopped: int | None = None
+        self, last: StepResult, eval_loss: float | None, *, checkpoint: str | None, stopped: int | None
     ) -> RunSummary:
         """Summarise the run so far; `last` is the result of the last step."""
         spent = self.goodput()
@@ -268,14 +242,9 @@ class StepLogger:
 
     def _progress(self, step: int, result: StepResult, rate: float) -> Progress:
         mfu, hfu = self._utilisation(rate)
+        memory, experts = self.peak_memory, self._experts
         return Progress(
-            step=step,
-            loss=result.loss,
-            tokens_per_s=rate,
-            mfu=mfu,
-            hfu=hfu,
-            memory=self.peak_memory,
-            experts=self._experts,
+            step=step, loss=result.loss, tokens_per_s=rate, mfu=mfu, hfu=hfu, memory=memory, experts=experts
         )
 
     def _utilisation(self, rate: float) -> tuple[float, float]:
@@ -285,27 +254,22 @@ class StepLogger:
             return float("nan"), float("nan")
         flops = model.flops_per_token(self.config.seq_len)
         attention = flops - model.flops_per_token(0)
-        recomputed = metrics.recomputed_flops(
-            recompute_shares(self.engine), flops - 6 * model.vocab * model.width, attention
-        )
+        blocks = flops - 6 * model.vocab * model.width
+        recomputed = metrics.recomputed_flops(metrics.recompute_shares(self.engine), blocks, attention)
         peak = self._peak_flops.flops * self.world.world_size
         return metrics.mfu(flops, rate, peak), metrics.hfu(flops, rate, peak, recomputed=recomputed)
 
     def summary_rows(self, summary: RunSummary) -> list[tuple[str, str]]:
-        return [
-            ("loss", format_number(summary.loss)),
-            *([("evaluation", format_number(summary.eval_loss))] if summary.eval_loss is not None else []),
-            ("tokens/s", format_count(summary.tokens_per_s)),
-            ("MFU, HFU", f"{format_percent(summary.mfu)}, {format_percent(summary.hfu)}"),
-            *self._expert_rows(),
-            ("time", f"{format_duration(time.perf_counter() - self._started)}, {self.goodput().summary()}"),
-        ]
-
-    def _expert_rows(self) -> list[tuple[str, str]]:
-        if self._experts is None:
-            return []
-        figures = ", ".join(f"{name} {value}" for name, value, _ in self._experts.figures())
-        return [("experts", f"{figures}; {self._dropped:,} dropped in the run")]
+        rows = [("loss", format_number(summary.loss))]
+        if summary.eval_loss is not None:
+            rows.append(("evaluation", format_number(summary.eval_loss)))
+        rows.append(("tokens/s", format_count(summary.tokens_per_s)))
+        rows.append(("MFU, HFU", f"{format_percent(summary.mfu)}, {format_percent(summary.hfu)}"))
+        if self._experts is not None:
+            figures = ", ".join(f"{name} {value}" for name, value, _ in self._experts.figures())
+            rows.append(("experts", f"{figures}; {self._dropped:,} dropped in the run"))
+        seconds = format_duration(time.perf_counter() - self._started)
+        return [*rows, ("time", f"{seconds}, {self.goodput().summary()}")]
 
 
 def _nonfinite_text(result: StepResult, nonfinite: NonfiniteReport) -> str:

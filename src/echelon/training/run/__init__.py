@@ -1,1 +1,1 @@
-"""run: see the modules."""
+"""A run's directory, checkpoints, planned layout and prediction."""

@@ -13,6 +13,7 @@ from echelon.config.run_config import Config
 from echelon.config.sections import OptimizerConfig
 from echelon.layout import ValidationError, ValidationIssue
 from echelon.models import model_config, user_model
+from echelon.models.model_config import ModelConfig
 from echelon.optim import cost
 from echelon.planning.cluster.cluster import Cluster, NodeGroup, local_cluster
 from echelon.planning.cost.param_group_traffic import NUM_MOMENTS
@@ -51,35 +52,10 @@ def with_planned_layout(config: Config, plan: str, procs: int | None) -> tuple[C
     return fp8, f"layout and FP8 GEMMs from {plan}"
 
 
-def planner_precision(config: Config) -> str:
-    """Return the planner's name for the GEMM precision; it does not distinguish row-wise from tensor-wise scales."""
-    return PRECISION_NAMES[config.dtype] if config.precision.compute == "same" else "fp8"
-
-
-def reduce_bytes(config: Config) -> int:
-    """Return the bytes per gradient element in accumulation and reduction."""
-    asked = config.precision.reduce
-    return DTYPE_BYTES[{"master": "float32", "same": config.dtype}.get(asked, asked)]
-
-
-def master_bytes(config: Config) -> int:
-    """Return the bytes per element of the master weights."""
-    return 2 if config.precision.master == "none" else 4
-
-
-def planner_program(config: Config) -> str:
-    return "plain" if config.kernels == "plain" else "echelon"
-
-
 def memory_options_of(config: Config) -> MemoryOptions:
     """Translate the configuration into the planner's memory options."""
-    memory = config.memory
-    return MemoryOptions(
-        compress=config.compress,
-        partition=memory.partition,
-        arena=memory.arena,
-        buffer=int(memory.buffer * MIB),
-    )
+    memory, buffer = config.memory, int(config.memory.buffer * MIB)
+    return MemoryOptions(compress=config.compress, partition=memory.partition, arena=memory.arena, buffer=buffer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,17 +104,24 @@ def best_plan(config: Config, procs: int | None) -> Plan:
 
 def plan_request_of(config: Config, ranks: int | None) -> PlanRequest:
     """Return the planner's request for this run on `ranks` ranks, or on one rank per device of this machine."""
-    shape = config.override_model(model_config.find_model(config.model))
+    model = config.override_model(model_config.find_model(config.model))
+    return plan_request_on(config, model, _cluster_of_ranks(ranks, config.device))
+
+
+def plan_request_on(config: Config, model: ModelConfig, cluster: Cluster) -> PlanRequest:
+    """Return the planner's request for this run of a model on a cluster."""
+    gradients = {"master": "float32", "same": config.dtype}.get(config.precision.reduce, config.precision.reduce)
     return PlanRequest(
-        shape=config_shape(shape),
-        cluster=_cluster_of_ranks(ranks, config.device),
+        shape=config_shape(model),
+        cluster=cluster,
         batch=config.batch,
         seq_len=config.seq_len,
-        precision=planner_precision(config),
-        program=planner_program(config),
+        # The planner does not distinguish row-wise from tensor-wise scales.
+        precision=PRECISION_NAMES[config.dtype] if config.precision.compute == "same" else "fp8",
+        program="plain" if config.kernels == "plain" else "echelon",
         moment_bytes=cost.state_bytes_per_element(config.optimizer) / NUM_MOMENTS,
-        reduce_bytes=reduce_bytes(config),
-        master_bytes=master_bytes(config),
+        reduce_bytes=DTYPE_BYTES[gradients],
+        master_bytes=2 if config.precision.master == "none" else 4,
         optimizer=config.optimizer,
         memory_options=memory_options_of(config),
     )

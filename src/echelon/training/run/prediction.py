@@ -14,22 +14,12 @@ from echelon.launch.world import World
 from echelon.layout import Layout
 from echelon.layout.mesh import DEFAULT_ORDER
 from echelon.models.model_config import ModelConfig
-from echelon.optim import cost
 from echelon.planning.cluster.cluster import Cluster, NodeGroup, local_cluster
 from echelon.planning.cost.memory_model import stage_memory
-from echelon.planning.cost.param_group_traffic import NUM_MOMENTS
 from echelon.planning.cost.rank_placement import place_ranks
-from echelon.planning.model.model_sources import config_shape
 from echelon.planning.priced_plan import price
 from echelon.planning.scenario import Scenario
-from echelon.training.run.auto_layout import (
-    PRECISION_NAMES,
-    master_bytes,
-    memory_options_of,
-    planner_precision,
-    planner_program,
-    reduce_bytes,
-)
+from echelon.training.run.auto_layout import PRECISION_NAMES, plan_request_on
 
 STATE_CATEGORIES = ("parameters", "master", "gradients", "optimizer", "versions", "beyond the host")
 """memory categories that are allocated for the entire run"""
@@ -53,7 +43,7 @@ def predict_run(
     return {"step_s": plan.seconds, "memory_bytes": plan.memory.total - reserve, "device": kind}
 
 
-def choose_rank_order(config: Config, layout: Layout, shape: ModelConfig | None, world: World) -> tuple[str, str]:
+def agree_on_rank_order(config: Config, layout: Layout, shape: ModelConfig | None, world: World) -> tuple[str, str]:
     """Return the order of pp and dp with the smaller predicted exposed time; on one node, the default.
 
     Rank 0 decides for all ranks, since their machines may differ.
@@ -78,26 +68,14 @@ def transient_bytes(config: Config, layout: Layout, shape: ModelConfig | None, w
         return 0
 
 
-def scenario_transient_bytes(case: Scenario) -> int:
-    return sum(size for name, size in stage_memory(case, 0).parts.items() if name not in STATE_CATEGORIES)
+def scenario_transient_bytes(scenario: Scenario) -> int:
+    return sum(size for name, size in stage_memory(scenario, 0).parts.items() if name not in STATE_CATEGORIES)
 
 
 def scenario_of(config: Config, layout: Layout, shape: ModelConfig, cluster: Cluster) -> Scenario:
     """Return the planner's scenario of this run."""
-    return Scenario(
-        shape=config_shape(shape),
-        cluster=cluster,
-        layout=layout,
-        seq_len=config.seq_len,
-        precision=planner_precision(config),
-        program=planner_program(config),
-        moment_bytes=cost.state_bytes_per_element(config.optimizer) / NUM_MOMENTS,
-        reduce_bytes=reduce_bytes(config),
-        master_bytes=master_bytes(config),
-        host_share=config.memory.host,
-        optimizer=config.optimizer,
-        memory_options=memory_options_of(config),
-    )
+    request = plan_request_on(config, shape, cluster)
+    return replace(request, host_share=config.memory.host).scenario(layout)
 
 
 def _this_machine(world: World, threads: int) -> Cluster:

@@ -22,8 +22,9 @@ GROWING_KEYS = ("data.skip_batches",)
 """keys that may grow by batches of later steps (batch_index.py)"""
 
 
-def resumed_config(run: Path, settings: Sequence[str], *, world: int | None = None) -> Config:
-    """Return the run's saved configuration with settings over it, such as another layout or more steps."""
+def resumed_config(resume: str | Path, settings: Sequence[str], *, world: int | None = None) -> Config:
+    """Return the saved configuration of a run (or of a checkpoint's run) with settings over it, such as more steps."""
+    run, _ = parse_resume_path(resume)
     old = schema.effective_values(Run.open(run).config)
     # With another optimizer, Config.load would refuse saved settings that the user never gave.
     given = {name: text for name, _, text in (setting.partition("=") for setting in settings)}
@@ -36,16 +37,11 @@ def resumed_config(run: Path, settings: Sequence[str], *, world: int | None = No
 
 def _refuse_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     """Raise ValidationError for keys that a resumed run cannot change."""
-    issues = [
-        ValidationIssue(
-            key=name,
-            value=schema.format_toml(value),
-            message="cannot change when a run resumes",
-            legal=f"{schema.format_toml(old[name])}, or a new run",
-        )
-        for name, value in new.items()
-        if value != old[name]
-    ]
+    issues, message = [], "cannot change when a run resumes"
+    for name, value in new.items():
+        if value != old[name]:
+            text, legal = schema.format_toml(value), f"{schema.format_toml(old[name])}, or a new run"
+            issues.append(ValidationIssue(key=name, value=text, message=message, legal=legal))
     if issues:
         raise ValidationError(issues)
 

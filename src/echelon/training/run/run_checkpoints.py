@@ -31,19 +31,30 @@ class RunCheckpoints:
     ):
         """`run` is open on rank 0 only; `extra_facts` returns what the checkpoint of a step holds besides its state."""
         self._config, self._engine, self._run, self._extra_facts = config, engine, run, extra_facts
-        self._checkpointer: EngineCheckpointer | None = None
+        self._opened: EngineCheckpointer | None = None
         self._logged_address: str | None = None
         self._blocked_s = 0.0
         self._last_saved_step = 0
         self.address = config.checkpoint.path or str((run.path if run is not None else Path()) / CHECKPOINTS_DIR)
-        if config.checkpoint.every or config.checkpoint.path or resuming:
-            self._checkpointer = self._open_checkpointer()
-        if config.checkpoint.path and not resuming:
-            self._refuse_foreign_checkpoints(config.checkpoint.path)
+        path = config.checkpoint.path
+        if config.checkpoint.every or path or resuming:
+            _ = self._checkpointer  # an unusable address is refused before the first step
+        if path and not resuming and (steps := self._checkpointer.steps()):  # this run would delete or load them
+            raise ValueError(
+                f"checkpoint.path={path} has checkpoints of another run (steps {abbreviate([*map(str, steps)])}); "
+                "resume that run (--resume RUN), or set another path"
+            )
+
+    @property
+    def _checkpointer(self) -> EngineCheckpointer:
+        """Opened by its first use, on all ranks together."""
+        if self._opened is None:
+            keep = RetentionPolicy(last=self._config.checkpoint.keep, every=self._config.checkpoint.keep_every)
+            self._opened = EngineCheckpointer(self._engine, self.address, keep=keep)
+        return self._opened
 
     def restore(self, step: int | None) -> LoadResult | None:
         """Load the newest checkpoint, or that of a step; return None where none exists yet."""
-        assert self._checkpointer is not None
         steps = self._checkpointer.steps()
         if step is None and not steps:
             return None
@@ -57,7 +68,6 @@ class RunCheckpoints:
 
     def roll_back(self, before_step: int) -> LoadResult:
         """Load the newest checkpoint before a step, and set later ones aside."""
-        assert self._checkpointer is not None
         self._checkpointer.wait()
         steps = [step for step in self._checkpointer.steps() if step < before_step]
         if not steps:
@@ -68,8 +78,7 @@ class RunCheckpoints:
 
     def save_now(self, step: int) -> None:
         """Save, and wait until the checkpoint exists."""
-        assert self._checkpointer is not None
-        self._save(self._checkpointer, step)
+        self._save(step)
         self._checkpointer.wait()
 
     def is_due(self, step: int, *, last: bool) -> bool:
@@ -79,55 +88,39 @@ class RunCheckpoints:
 
     def after_step(self, step: int, *, last: bool) -> None:
         """Raise errors of background saves, and save if it is due."""
-        if self._checkpointer is None or not self._config.checkpoint.every:
-            return
-        self._checkpointer.check()
-        self._log_finished_save()
+        if self._config.checkpoint.every:
+            self._checkpointer.check()
+            self._log_finished_save()
         if self.is_due(step, last=last):
-            self._save(self._checkpointer, step)
+            self._save(step)
 
     def save_at_stop(self, step: int) -> None:
         """Save a run that stops before its end, even with checkpoint.every=0."""
-        if self._checkpointer is None:
-            self._checkpointer = self._open_checkpointer()
         if self._last_saved_step != step:
-            self._save(self._checkpointer, step)
+            self._save(step)
 
     def finish(self) -> str | None:
         """Wait for the last save; return its address."""
-        if self._checkpointer is None:
+        if self._opened is None:
             return None
-        self._checkpointer.wait()
+        self._opened.wait()
         self._log_finished_save()
-        return self._checkpointer.last_address
+        return self._opened.last_address
 
     def close(self) -> None:
-        if self._checkpointer is not None:
-            self._checkpointer.close()
+        if self._opened is not None:
+            self._opened.close()
 
-    def _refuse_foreign_checkpoints(self, path: str) -> None:
-        """Refuse a path with checkpoints of another run: this run would delete them, or resume from them."""
-        assert self._checkpointer is not None
-        if steps := self._checkpointer.steps():
-            raise ValueError(
-                f"checkpoint.path={path} has checkpoints of another run (steps {abbreviate([*map(str, steps)])}); "
-                "resume that run (--resume RUN), or set another path"
-            )
-
-    def _open_checkpointer(self) -> EngineCheckpointer:
-        keep = RetentionPolicy(last=self._config.checkpoint.keep, every=self._config.checkpoint.keep_every)
-        return EngineCheckpointer(self._engine, self.address, keep=keep)
-
-    def _save(self, checkpointer: EngineCheckpointer, step: int) -> None:
-        start = time.perf_counter()
+    def _save(self, step: int) -> None:
+        start, config = time.perf_counter(), self._config
+        facts = {"seed": config.seed, "samples": step * config.batch, "layout": str(self._engine.layout)}
         with self._engine.recorder.phase_scope("save"):
-            checkpointer.wait()
+            self._checkpointer.wait()
             self._log_finished_save()
-            checkpointer.save(self._facts(step))
+            self._checkpointer.save({**facts, "config": config.to_toml(), **self._extra_facts(step)})
         self._blocked_s, self._last_saved_step = time.perf_counter() - start, step
 
     def _log_finished_save(self) -> None:
-        assert self._checkpointer is not None
         address = self._checkpointer.last_address
         if address is None or address == self._logged_address:
             return
@@ -135,13 +128,3 @@ class RunCheckpoints:
         if self._run is not None:
             saved = {"path": address, "hash": self._checkpointer.hash, "bytes": self._checkpointer.nbytes}
             self._run.log("checkpoint", **saved, blocked_s=self._blocked_s)
-
-    def _facts(self, step: int) -> dict[str, Any]:
-        config = self._config
-        return {
-            "seed": config.seed,
-            "samples": step * config.batch,
-            "layout": str(self._engine.layout),
-            "config": config.to_toml(),
-            **self._extra_facts(step),
-        }

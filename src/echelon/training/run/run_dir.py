@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 from echelon.config.run_config import Config
@@ -116,7 +115,8 @@ class Run:
             self._log.write(line + "\n")
             self._log.flush()
         except OSError as error:
-            self._abandon_log()
+            with contextlib.suppress(OSError):  # closing flushes the buffer again, and fails for the same reason
+                self._close_log()
             raise _write_error(self.path / "log.jsonl", error) from error
 
     def records(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
@@ -135,9 +135,9 @@ class Run:
                     yield record
 
     def close(self) -> None:
-        claim, self._lock_file = self._lock_file, None
-        if claim is not None:
-            claim.close()
+        if self._lock_file is not None:
+            self._lock_file.close()
+            self._lock_file = None
         self._close_log()
 
     def _close_log(self) -> None:
@@ -148,9 +148,7 @@ class Run:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def write(self, name: str, text: str) -> None:
@@ -158,11 +156,6 @@ class Run:
             (self.path / name).write_text(text, encoding="utf-8", errors="backslashreplace")
         except OSError as error:
             raise _write_error(self.path / name, error) from error
-
-    def _abandon_log(self) -> None:
-        # Closing flushes the buffer again, and fails for the same reason.
-        with contextlib.suppress(OSError):
-            self._close_log()
 
 
 def _open_to_append(path: Path) -> IO[str]:
@@ -200,12 +193,8 @@ def _json_safe(value: Any) -> Any:
 
 def default_run_path(config: Config) -> Path:
     """Return the directory of a run that starts now, before suffixes."""
-    return Path(config.run or f"runs/{_file_name(config.model)}-{time.strftime('%Y%m%d-%H%M%S')}")
-
-
-def _file_name(model: str) -> str:
-    """Return a model's name as part of a directory name."""
-    return "".join(letter if letter.isalnum() or letter in "-._" else "-" for letter in Path(model).name)
+    model = "".join(letter if letter.isalnum() or letter in "-._" else "-" for letter in Path(config.model).name)
+    return Path(config.run or f"runs/{model}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
 def _write_error(path: Path, error: OSError) -> RunError:
