@@ -40,35 +40,30 @@ def diagnose(states: Sequence[RankState]) -> Diagnosis:
     """Find the culprit of a failure or hang; see [Note: how the culprit is found]."""
     by_rank = {state.rank: state for state in states}
     pending = {state.rank: entry for state in states if (entry := state.pending_entry) is not None}
+
+    def conclude(
+        case: str, culprits: Sequence[int], operation: RecorderEntry | None, actual: RecorderEntry | None = None
+    ) -> Diagnosis:
+        waiting = [pair for pair in pending.items() if pair[0] not in culprits or case in _CULPRITS_WAIT_TOO]
+        waiting.sort(key=lambda pair: (pair[1].wait_start, pair[0]))
+        return Diagnosis(case, tuple(culprits), operation, actual, tuple(waiting))
+
     ended = [state for state in states if state.exit_kind and not state.lost_peer]
     cause = min(ended, key=lambda state: state.exit_time, default=None)
     # A mismatch may end in an abort, or in an error that a collective raises.
     raised_outside = cause is not None and cause.exit_kind == "raised" and cause.pending_entry is None
     if not raised_outside and (mismatch := _find_mismatch(states)) is not None:
         culprits, expected, actual, skipped = mismatch
-        return _build_diagnosis("skipped" if skipped else "disagree", culprits, pending, expected, actual)
+        return conclude("skipped" if skipped else "disagree", culprits, expected, actual)
     if cause is not None:
-        return _build_diagnosis(cause.exit_kind, (cause.rank,), pending, _awaited_operation(cause, pending, by_rank))
+        return conclude(cause.exit_kind, (cause.rank,), _awaited_operation(cause, pending, by_rank))
     roots, cycle = _find_roots(pending, by_rank)
     if roots:
-        first = by_rank[roots[0]]
-        return _build_diagnosis("absent", roots, pending, _awaited_operation(first, pending, by_rank))
+        return conclude("absent", roots, _awaited_operation(by_rank[roots[0]], pending, by_rank))
     if cycle:
-        return _build_diagnosis("circle", cycle, pending, pending[cycle[0]], pending[cycle[-1]])
+        return conclude("circle", cycle, pending[cycle[0]], pending[cycle[-1]])
     lost = [state.rank for state in states if not state.heartbeat_time and not state.entries]
-    return _build_diagnosis("absent" if lost else "unknown", tuple(lost), pending, next(iter(pending.values()), None))
-
-
-def _build_diagnosis(
-    case: str,
-    culprits: Sequence[int],
-    pending: dict[int, RecorderEntry],
-    operation: RecorderEntry | None,
-    culprit_operation: RecorderEntry | None = None,
-) -> Diagnosis:
-    others = [(rank, entry) for rank, entry in pending.items() if rank not in culprits or case in _CULPRITS_WAIT_TOO]
-    others.sort(key=lambda pair: (pair[1].wait_start, pair[0]))
-    return Diagnosis(case, tuple(culprits), operation, culprit_operation, tuple(others))
+    return conclude("absent" if lost else "unknown", lost, next(iter(pending.values()), None))
 
 
 _CULPRITS_WAIT_TOO = ("disagree", "circle", "unknown")
@@ -119,14 +114,11 @@ def _awaited_operation(
     state: RankState, pending: dict[int, RecorderEntry], states: dict[int, RankState]
 ) -> RecorderEntry | None:
     """The operation in which others wait for this rank: the longest wait that it has not reached, or any with it."""
-    shared = [
-        entry
-        for rank, entry in sorted(pending.items(), key=lambda pair: pair[1].wait_start)
-        if rank != state.rank and state.rank in members_of(entry, states)
-    ]
+    others = [entry for rank, entry in pending.items() if rank != state.rank]
+    shared = [entry for entry in others if state.rank in members_of(entry, states)]
+    shared.sort(key=lambda entry: entry.wait_start)
     not_reached = [entry for entry in shared if (state.last_number(entry.sequence) or 0) < entry.number]
-    candidates = not_reached or shared or [entry for rank, entry in pending.items() if rank != state.rank]
-    return candidates[0] if candidates else None
+    return next(iter(not_reached or shared or others), None)
 
 
 # -- mismatches: different operations under one number ----------------------------------------------------------------

@@ -7,7 +7,7 @@ after a rollback from a loss spike. The run's log covers all attempts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -31,9 +31,6 @@ class RunGoodput:
     @property
     def share(self) -> float:
         return self.useful_s / self.wall_s if self.wall_s > 0 else 0.0
-
-    def record(self) -> dict[str, float]:
-        return asdict(self)
 
     def summary(self) -> str:
         parts = [f"{100 * self.share:.1f} % goodput"]

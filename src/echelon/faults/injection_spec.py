@@ -91,7 +91,6 @@ class Injection:
 
     @property
     def signal_number(self) -> int:
-        """The number of its signal."""
         return int(signal.Signals[self.signal])
 
 

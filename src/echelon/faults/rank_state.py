@@ -97,7 +97,7 @@ def capture_rank_state(recorder: FlightRecorder, rank: int) -> RankState:
         phase=recorder.phase,
         phase_start=recorder.phase_start,
         stack=main_thread_stack(),
-        sequences={name: (one.last_number, one.ranks) for name, one in list(recorder.sequences.items())},
+        sequences={name: (seq.last_number, seq.ranks) for name, seq in list(recorder.sequences.items())},
         entries=tuple(recorder.entries()),
         memory=read_host_memory(),
     )

@@ -180,12 +180,9 @@ def _await_ready(ranks: Sequence[_PoolRank], limit: float) -> None:
             message = rank.connection.recv_bytes()
         except (EOFError, ConnectionError):
             reason = RankFailure.from_exit_code(rank.exitcode(), number).reason
-            raise RankError(
-                f"a rank died between two tasks ({reason}); a script that starts ranks must do so under "
-                'if __name__ == "__main__":',
-                rank=number,
-                reason=reason,
-            ) from None
+            hint = 'a script that starts ranks must do so under if __name__ == "__main__":'
+            message = f"a rank died between two tasks ({reason}); {hint}"
+            raise RankError(message, rank=number, reason=reason) from None
         if message != READY:
             raise AssertionError(f"expected {READY!r} from a rank, got {message[:20]!r}")
 

@@ -20,15 +20,15 @@ MIB = 1 << 20
 
 def parallel_options(config: Config, device: torch.device) -> ParallelOptions:
     """Translate the configuration into options of `apply`."""
-    compute, asked = DTYPES[config.dtype], config.precision
-    reduce = {"master": None, "same": compute}.get(asked.reduce, DTYPES.get(asked.reduce))
+    compute, precision = DTYPES[config.dtype], config.precision
+    reduce = {"master": None, "same": compute}.get(precision.reduce, DTYPES.get(precision.reduce))
     return ParallelOptions(
         device=device,
         compute_dtype=compute,
-        master_dtype=compute if asked.master == "none" else torch.promote_types(compute, torch.float32),
+        master_dtype=compute if precision.master == "none" else torch.promote_types(compute, torch.float32),
         reduce_dtype=reduce,
-        keep_fp32=asked.keep_fp32,
-        matmul_precision=asked.compute,
+        keep_fp32=precision.keep_fp32,
+        matmul_precision=precision.compute,
         kernels=config.kernels,
         compress=config.compress,
         seed=config.seed,
@@ -47,11 +47,11 @@ def parallel_options(config: Config, device: torch.device) -> ParallelOptions:
 
 def loss_scale_settings(config: Config) -> LossScale:
     """Translate `precision.loss_scale` and its companions."""
-    asked = config.precision
-    if isinstance(asked.loss_scale, float):
-        return LossScale(start=asked.loss_scale)
+    precision = config.precision
+    if isinstance(precision.loss_scale, float):
+        return LossScale(start=precision.loss_scale)
     if config.loss_scaling == "dynamic":
-        return LossScale.dynamic(start=asked.scale_start, every=asked.scale_every)
+        return LossScale.dynamic(start=precision.scale_start, every=precision.scale_every)
     return LossScale()
 
 

@@ -137,9 +137,9 @@ class PartialGradients:
     def all_reduce(self, only: ParamGroup | None = None) -> None:
         """All-reduce in place, of all parameter groups or one. Gradients on the host travel over the device."""
         for axis, pieces in self._by_axis:
-            wanted = [(group, piece) for group, piece in pieces if only is None or group is only]
-            grads = [ShardedModel.piece_view(group.grad, piece) for group, piece in wanted]
-            on_device = [grad.to(group.unsharded_param.device) for grad, (group, _) in zip(grads, wanted, strict=True)]
+            chosen = [(group, piece) for group, piece in pieces if only is None or group is only]
+            grads = [ShardedModel.piece_view(group.grad, piece) for group, piece in chosen]
+            on_device = [grad.to(group.unsharded_param.device) for grad, (group, _) in zip(grads, chosen, strict=True)]
             all_reduce_coalesced(axis, on_device)
             for grad, reduced in zip(grads, on_device, strict=True):
                 if grad is not reduced:

@@ -32,14 +32,14 @@ def step_collectives(engine: Engine, traffic: tp_cost.TransformerSizes | None) -
         if pipeline is not None:
             local_sizes = replace(pipeline.rank_share(traffic), moe_layers=len(_moe_layers(engine)))
         collectives += _expert_collectives(engine, local_sizes)
-        again = _recompute_counts(engine)
+        recomputed = _recompute_counts(engine)
         if parallel.cp_context is not None:
             index = parallel.cp_context.ring_axis.index
-            collectives += cp_cost.transformer_collectives(local_sizes, layout, index, again)
+            collectives += cp_cost.transformer_collectives(local_sizes, layout, index, recomputed)
             local_sizes = replace(local_sizes, seq_len=cp_cost.tokens_per_rank(layout, local_sizes.seq_len))
         for length in slices or (local_sizes.seq_len,):
-            sized = replace(local_sizes, seq_len=length)
-            collectives += tp_strategy(layout).model_collectives(parallel, sized, again)
+            part = replace(local_sizes, seq_len=length)
+            collectives += tp_strategy(layout).model_collectives(parallel, part, recomputed)
         collectives += pipeline.p2p_collectives(local_sizes) if pipeline is not None else []
     for name, channels in sync_batchnorm.sync_batchnorm_channels(engine.model).items():
         collectives += dp_cost.sync_batchnorm_collectives(
@@ -94,7 +94,6 @@ def _recompute_counts(engine: Engine) -> RecomputedLayers:
 
 
 def _moe_layers(engine: Engine) -> dict[str, MoELayer]:
-    """MoE layers of this rank, by name."""
     return {name: module for name, module in engine.model.named_modules() if isinstance(module, MoELayer)}
 
 
@@ -121,11 +120,11 @@ def _expert_collectives(engine: Engine, traffic: tp_cost.TransformerSizes) -> It
 def _update_collectives(engine: Engine, accumulate: int) -> list[Collective]:
     """Collectives of the gradients of `accumulate` microbatches and of their update."""
     parallel, pipeline = engine.parallel, engine.pipeline
-    options, units = parallel.options, parallel.placement.param_groups
+    options, groups = parallel.options, parallel.placement.param_groups
     reduce_bytes = options.grad_dtype.itemsize
     collectives = list(
         dp_cost.collectives(
-            units,
+            groups,
             parallel.policy,
             accumulate=accumulate,
             compute_bytes=options.compute_dtype.itemsize,
@@ -133,11 +132,11 @@ def _update_collectives(engine: Engine, accumulate: int) -> list[Collective]:
             stage_uses=pipeline.stages_per_param_group if pipeline is not None else None,
             expert_policy=zero.expert_sharding_policy(parallel.layout, parallel.policy),
             recomputed=_regathered_groups(engine),
-            paged=[unit.name for unit in units if parallel.offload.is_paged(unit)],
+            paged=[group.name for group in groups if parallel.offload.is_paged(group)],
         )
     )
-    for groups in [[unit] for unit in units] if engine.update_rule.in_backward else [units]:
-        collectives += tp_cost.partial_grad_collectives(groups, reduce_bytes, parallel.placement.shard_index)
+    for reduced in [[group] for group in groups] if engine.update_rule.in_backward else [groups]:
+        collectives += tp_cost.partial_grad_collectives(reduced, reduce_bytes, parallel.placement.shard_index)
     if engine.grad_norm.axis.size > 1:
         collectives.append(Collective(op="all_reduce", axis=engine.grad_norm.axis.name, bytes=8, purpose="norm"))
     return [*collectives, *engine.optimizer.collectives()]
@@ -146,15 +145,15 @@ def _update_collectives(engine: Engine, accumulate: int) -> list[Collective]:
 def host_transfer_bytes(engine: Engine) -> dict[str, int]:
     """Return the bytes of gradients and parameters that a step moves between this rank's device and host."""
     parallel, pipeline = engine.parallel, engine.pipeline
-    options, units = parallel.options, engine.parallel.placement.param_groups
-    host, away = parallel.offload.host, [unit for unit in units if unit.name in parallel.offload.group_names]
-    layers = [unit.name for unit in units if not unit.stays_unsharded]
+    options, groups = parallel.options, engine.parallel.placement.param_groups
+    host, away = parallel.offload.host, [group for group in groups if group.name in parallel.offload.group_names]
+    layers = [group.name for group in groups if not group.stays_unsharded]
     return offload_cost.step_link_bytes(
         away,
         with_params=host is not None and host.paged,
         accumulate=parallel.layout.accumulate,
         compute_bytes=options.compute_dtype.itemsize,
-        gradient_bytes={unit.spec.name: unit.grad_dtype.itemsize for unit in parallel.sharded_model.param_groups},
+        gradient_bytes={group.spec.name: group.grad_dtype.itemsize for group in parallel.sharded_model.param_groups},
         reshard_after_forward=options.reshard_after_forward,
         last=layers[-1] if layers else "",
         stages=pipeline.stages_per_param_group if pipeline is not None else None,
@@ -167,14 +166,14 @@ def offloaded_bytes(engine: Engine) -> dict[str, int]:
     parallel, options = engine.parallel, engine.parallel.options
     host = parallel.offload.host
     return offload_cost.off_device_bytes(
-        [unit for unit in parallel.placement.param_groups if unit.name in parallel.offload.group_names],
+        [group for group in parallel.placement.param_groups if group.name in parallel.offload.group_names],
         with_params=host is not None and host.paged,
         disk=host is not None and host.disk is not None,
         compute_bytes=options.compute_dtype.itemsize,
         master_bytes=options.master_dtype.itemsize,
         state_bytes=options.optimizer_bytes_per_element,
         host_gradient_bytes={
-            unit.spec.name: unit.grad_dtype.itemsize if unit.reduction.sends_early else 0
-            for unit in parallel.sharded_model.param_groups
+            group.spec.name: group.grad_dtype.itemsize if group.reduction.sends_early else 0
+            for group in parallel.sharded_model.param_groups
         },
     )

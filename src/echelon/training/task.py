@@ -27,7 +27,6 @@ TOKEN_CACHE_DIR = Path.home() / ".cache" / "echelon" / "tokens"
 
 
 def build_task(config: Config, first_rank_first: AbstractContextManager[None]) -> TrainingTask:
-    """Build the task that the configuration names."""
     if user_model.is_user_model(config.model):
         return UserModelTask(config)
     with first_rank_first:  # rank 0 of each machine tokenizes, the others read its cache

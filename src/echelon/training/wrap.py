@@ -123,9 +123,9 @@ class WrappedModel(nn.Module):
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load the result of `full_state_dict`, or a one-device model's `state_dict`; every rank passes all of it."""
         self._check_full(state)
-        flat = self._parallel.sharded_model
-        for unit in flat.param_groups:
-            unit.reshard()  # a forward without backward leaves old weights unsharded
+        sharded_model = self._parallel.sharded_model
+        for group in sharded_model.param_groups:
+            group.reshard()  # a forward without backward leaves old weights unsharded
 
         def values(piece: Piece) -> Tensor:
             part = state[piece.param.name][tuple(slice(low, high) for low, high in piece.box)]
@@ -133,20 +133,20 @@ class WrappedModel(nn.Module):
             padded[tuple(slice(0, size) for size in part.shape)] = part
             return padded.reshape(-1)[piece.start : piece.stop]
 
-        flat.init_values(values)
+        sharded_model.init_values(values)
         for name, buffer in self._persistent_buffers():
             buffer.copy_(state[name])
 
     def _check_full(self, state: Mapping[str, Tensor]) -> None:
-        entries = self._parallel.placement.params.values()
+        params = self._parallel.placement.params.values()
         shapes = {name: tuple(buffer.shape) for name, buffer in self._persistent_buffers()}
-        shapes |= {name: entry.shape for entry in entries for name in entry.names}
+        shapes |= {name: param.shape for param in params for name in param.names}
         wrong = [f"{name} is missing" for name in shapes if name not in state]
         wrong += [f"{name} is not in the model" for name in state if name not in shapes]
         both = [name for name in shapes if name in state and tuple(state[name].shape) != shapes[name]]
         wrong += [f"{name} has shape {tuple(state[name].shape)}, not {shapes[name]}" for name in both]
         if not wrong:
-            tied = [(entry.name, other) for entry in entries for other in entry.names[1:]]
+            tied = [(param.name, other) for param in params for other in param.names[1:]]
             wrong = [f"{a} and {b} differ but are one" for a, b in tied if not torch.equal(state[a], state[b])]
         if wrong:
             raise ValueError(
@@ -163,8 +163,8 @@ class WrappedModel(nn.Module):
 
     @property
     def _is_sharded(self) -> bool:
-        entries = self._parallel.placement.params.values()
-        return self._parallel.policy.num_shards > 1 or any(entry.local_shape != entry.shape for entry in entries)
+        params = self._parallel.placement.params.values()
+        return self._parallel.policy.num_shards > 1 or any(param.local_shape != param.shape for param in params)
 
     def _before_state_dict(self, _module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
         """Refuse `state_dict` of sharded parameters: a file of shards would look like the model."""
@@ -173,36 +173,36 @@ class WrappedModel(nn.Module):
                 f"this rank holds shards of the parameters ({self.layout}); "
                 "call model.full_state_dict() on every rank, which returns full tensors"
             )
-        for unit in self._parallel.sharded_model.param_groups:
+        for group in self._parallel.sharded_model.param_groups:
             # With separate master weights, the module's weights are cast from them on their next use: now.
-            unit.after_update()
-            unit.unshard()
+            group.after_update()
+            group.unshard()
 
     def _before_load(self, _module: nn.Module, _state: Any, _prefix: str, metadata: Any, *_rest: Any) -> None:
         """Refuse to load into parameters that are sharded, or that have separate master weights."""
-        units = self._parallel.sharded_model.param_groups
+        groups = self._parallel.sharded_model.param_groups
         replaced = bool(metadata.get("assign_to_params_buffers"))
-        if replaced or self._is_sharded or not all(unit.master.in_place for unit in units):
-            why = "assign=True" if replaced else f"{self.layout}, {units[0].unsharded_param.dtype}"
+        if replaced or self._is_sharded or not all(group.master.in_place for group in groups):
+            why = "assign=True" if replaced else f"{self.layout}, {groups[0].unsharded_param.dtype}"
             raise ValueError(
                 f"the parameters are sharded, or have separate master weights ({why}); "
                 "call model.load_full_state_dict(state) on every rank, with full tensors"
             )
 
     def _local_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        flat = self._parallel.sharded_model
-        for unit, piece in flat.pieces():
-            if unit.master.in_place and self._parallel.policy.num_shards == 1:
-                yield piece.param.name, unit.parameters[piece.param.name]
+        sharded_model = self._parallel.sharded_model
+        for group, piece in sharded_model.pieces():
+            if group.master.in_place and self._parallel.policy.num_shards == 1:
+                yield piece.param.name, group.parameters[piece.param.name]
             elif piece.start < piece.stop:
-                values = flat.piece_view(unit.master.values(), piece)
+                values = sharded_model.piece_view(group.master.values(), piece)
                 yield piece.param.name, nn.Parameter(values, requires_grad=piece.param.trainable)
 
     def _before_forward(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        flat = self._parallel.sharded_model
+        sharded_model = self._parallel.sharded_model
         if self._starts_step:
             # An optimizer or the user may have changed the parameters without notice.
-            flat.after_update()
+            sharded_model.after_update()
         if self.training:
             self._number_samples(args, kwargs)
         if torch.is_grad_enabled():
@@ -212,8 +212,8 @@ class WrappedModel(nn.Module):
                     "and put all but the last microbatch of a step inside model.no_sync()"
                 )
             if self._starts_step:
-                flat.free_grads()
-            flat.begin_microbatch(first=self._starts_step, last=self._is_last_microbatch)
+                sharded_model.free_grads()
+            sharded_model.begin_microbatch(first=self._starts_step, last=self._is_last_microbatch)
             self._ends_step = self._is_last_microbatch
 
     def _number_samples(self, args: Any, kwargs: Any) -> None:
@@ -237,16 +237,16 @@ class WrappedModel(nn.Module):
     def _after_backward(self) -> None:
         assert self._ends_step is not None
         last, self._ends_step, self._callback_queued = self._ends_step, None, False
-        flat = self._parallel.sharded_model
-        flat.end_microbatch()
+        sharded_model = self._parallel.sharded_model
+        sharded_model.end_microbatch()
         self._starts_step = last
         if not last:
             return
         self._partial_gradients.all_reduce()
-        for unit, piece in flat.pieces():
+        for group, piece in sharded_model.pieces():
             if piece.param.trainable and piece.param.name in self._shards:
                 parameter = self._shards[piece.param.name]
-                parameter.grad = flat.piece_view(unit.grad, piece).view(parameter.shape)
+                parameter.grad = sharded_model.piece_view(group.grad, piece).view(parameter.shape)
 
 
 class _GlobalMean(Function):
@@ -326,7 +326,6 @@ def _refuse_without_engine(model: nn.Module, layout: Layout, *, kernels: str) ->
 
 @torch.no_grad()
 def _broadcast_from_first_rank(model: nn.Module) -> None:
-    """Broadcast rank 0's parameters and buffers."""
     if world_size() == 1:
         return
     rank, group = torch.distributed.get_rank(), torch.distributed.group.WORLD

@@ -133,7 +133,6 @@ def resume_target(path: Path | None, resume: str, run_id: str) -> str:
 
 
 def _is_unfinished_run(path: Path, run_id: str) -> bool:
-    """Return whether the directory is an incomplete run with this id."""
     with suppress(RunError, ValidationError, OSError, ValueError):
         run = Run.open(path)
         ids, ended = {run.plan.get("elastic")}, False
@@ -151,7 +150,6 @@ def last_layout(run: Run) -> str:
 
 
 def _last_failure(run: Run) -> dict[str, Any]:
-    """Return the failure report of the previous attempt."""
     failure: dict[str, Any] = {}
     for record in run.records():
         if record["kind"] == "start":

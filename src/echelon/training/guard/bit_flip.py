@@ -21,18 +21,18 @@ TOP_MANTISSA_BIT = {torch.float64: 51, torch.float32: 22, torch.bfloat16: 6, tor
 
 def arm_bit_flips(parallel: ParallelModel) -> None:
     """Install the bit flips that were requested for this rank."""
-    wanted = injector.pending_flip_patterns()
-    if not wanted:
+    patterns = injector.pending_flip_patterns()
+    if not patterns:
         return
     modules = hookable_modules(parallel.model)
     groups = parallel.sharded_model.param_groups
     gradients = [param.name for group in groups for param in group.spec.params if param.trainable]
-    for pattern in wanted:
+    for pattern in patterns:
         if not any(fnmatch(name, pattern) for name in (*modules, *gradients)):
             examples = ", ".join([*modules][:8])
             raise ValueError(f"no module or parameter of this rank matches flip:layer={pattern}; e.g. {examples}")
     for name, module in modules.items():
-        if any(fnmatch(name, pattern) for pattern in wanted):
+        if any(fnmatch(name, pattern) for pattern in patterns):
             module.register_forward_hook(_output_hook(name))
     for group in groups:
         _hook_gradient_reduction(group)

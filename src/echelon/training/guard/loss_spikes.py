@@ -126,7 +126,6 @@ class SpikeDetector:
         self.rollbacks += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
         return {"losses": list(self.recent_losses), "rollbacks": self.rollbacks} if self.is_enabled else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

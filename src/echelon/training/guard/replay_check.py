@@ -65,7 +65,7 @@ class SilentCorruption:
 
     def record(self) -> dict[str, Any]:
         """Return the fields of the log record."""
-        return {"step": self.step, "ranks": self.ranks, "began": [asdict(one) for one in self.findings]}
+        return {"step": self.step, "ranks": self.ranks, "began": [asdict(finding) for finding in self.findings]}
 
     def __str__(self) -> str:
         first = self.findings[0]

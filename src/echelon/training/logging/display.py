@@ -94,7 +94,6 @@ class Display:
         self._print_table(title, settings, "cyan")
 
     def show_step(self, progress: Progress) -> None:
-        """Show the progress after a step."""
         is_first, self._progress = self._progress is None, progress
         self._losses.add(progress.loss)
         now = self._clock()
@@ -107,12 +106,10 @@ class Display:
             self._print_line("  ".join([f"step {progress.step}/{self._total}", *figures, *experts]))
 
     def print_evaluation(self, step: int, loss: float) -> None:
-        """Print the loss on held-out text."""
         line = f"evaluation at step {step}: loss {format_number(loss)}, perplexity {format_number(perplexity(loss))}"
         self._print_line(line, style="green")
 
     def print_note(self, text: str) -> None:
-        """Print a note about an event."""
         self._print_line(f"note: {text}", style="yellow")
 
     def print_summary(self, title: str, rows: Sequence[tuple[str, str]], *, prompt: str = "", sample: str = "") -> None:

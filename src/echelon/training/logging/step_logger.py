@@ -213,7 +213,6 @@ class StepLogger:
             self.display.print_note(note)
 
     def goodput(self) -> RunGoodput:
-        """Return the goodput of the run so far."""
         now = self._start_time + time.perf_counter() - self._started
         return measure_goodput(self._goodput_records, end_time=now)
 
@@ -234,7 +233,7 @@ class StepLogger:
             hfu=hfu,
             goodput=spent.share,
             eval_loss=eval_loss,
-            time=spent.record(),
+            time=asdict(spent),
             checkpoint=checkpoint,
             stopped=stopped,
             experts={**self._experts.as_dict(), "dropped_in_run": self._dropped} if self._experts else None,

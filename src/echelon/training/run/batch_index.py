@@ -20,7 +20,6 @@ class BatchIndex:
         """numbers of the skipped batches, sorted"""
 
     def batch_of_step(self, step: int) -> int:
-        """Return the number of a step's batch."""
         number = step
         for skipped in self.skipped:
             number += skipped <= number

@@ -18,7 +18,6 @@ from echelon.training.task import configured_model
 
 
 def is_run_or_checkpoint(source: str) -> bool:
-    """Return whether a path is the directory of a run or of a checkpoint."""
     return (Path(source) / INDEX_FILE).is_file() or (parse_resume_path(source)[0] / "config.toml").is_file()
 
 

@@ -73,7 +73,6 @@ def scenario_transient_bytes(scenario: Scenario) -> int:
 
 
 def scenario_of(config: Config, layout: Layout, shape: ModelConfig, cluster: Cluster) -> Scenario:
-    """Return the planner's scenario of this run."""
     request = plan_request_on(config, shape, cluster)
     return replace(request, host_share=config.memory.host).scenario(layout)
 

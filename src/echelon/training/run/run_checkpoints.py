@@ -82,7 +82,6 @@ class RunCheckpoints:
         self._checkpointer.wait()
 
     def is_due(self, step: int, *, last: bool) -> bool:
-        """Return whether a checkpoint is written after this step."""
         every = self._config.checkpoint.every
         return bool(every) and (step % every == 0 or last)
 

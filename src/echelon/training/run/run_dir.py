@@ -95,7 +95,6 @@ class Run:
 
     @property
     def seconds_since_log(self) -> float:
-        """Seconds since the last log record."""
         return time.time() - (self.path / "log.jsonl").stat().st_mtime
 
     @property
