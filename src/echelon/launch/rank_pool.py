@@ -181,8 +181,8 @@ def _await_ready(ranks: Sequence[_PoolRank], limit: float) -> None:
         except (EOFError, ConnectionError):
             reason = RankFailure.from_exit_code(rank.exitcode(), number).reason
             hint = 'a script that starts ranks must do so under if __name__ == "__main__":'
-            message = f"a rank died between two tasks ({reason}); {hint}"
-            raise RankError(message, rank=number, reason=reason) from None
+            error = f"a rank died between two tasks ({reason}); {hint}"
+            raise RankError(error, rank=number, reason=reason) from None
         if message != READY:
             raise AssertionError(f"expected {READY!r} from a rank, got {message[:20]!r}")
 
