@@ -4,8 +4,8 @@ from dataclasses import fields
 
 import pytest
 
-from echelon.layout import KEYS, Layout, ValidationError, describe_grammar
-from echelon.layout.grammar import KEYS_BY_NAME
+from echelon.layout import KEYS, Layout, ValidationError
+from echelon.layout.grammar import KEYS_BY_NAME, describe_grammar
 
 
 def faults_of(text):

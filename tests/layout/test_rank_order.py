@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.layout import Layout, LinkSpeeds, Mesh, StepTraffic, choose_rank_order, exposed_comm_s
+from echelon.layout import Layout, Mesh
+from echelon.layout.rank_order import LinkSpeeds, StepTraffic, choose_rank_order, exposed_comm_s
 
 TWO_NODES = LinkSpeeds(devices_per_node=4, intra_node=400e9, inter_node=25e9)
 

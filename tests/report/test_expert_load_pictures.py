@@ -19,7 +19,7 @@ from rich.text import Text
 
 from echelon.pipeline.schedules import make_schedule
 from echelon.pipeline.simulate import simulate
-from echelon.report import expert_load_html, expert_load_svg, load_colours
+from echelon.report import expert_load_history, expert_load_html, expert_load_svg, load_colours
 from echelon.report.expert_load_history import ExpertLoadHistory
 from echelon.report.expert_load_text import as_text
 from echelon.report.run_picture import RunPicture
@@ -124,9 +124,9 @@ def test_svg_is_well_formed(history: ExpertLoadHistory) -> None:
         assert start + room < width + 20, one.text
         assert 0 < y < height
     shown = (
-        min(len(history.layers), expert_load_svg.MAX_ALL_SHOWN)
-        if len(history.layers) <= expert_load_svg.MAX_ALL_SHOWN
-        else expert_load_svg.WORST_SHOWN
+        min(len(history.layers), expert_load_history.MAX_ALL_SHOWN)
+        if len(history.layers) <= expert_load_history.MAX_ALL_SHOWN
+        else expert_load_history.WORST_SHOWN
     )
     assert text.count(">entropy<") == shown
     assert len(text) < 600_000

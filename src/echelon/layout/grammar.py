@@ -6,42 +6,43 @@ A new strategy is one row of `KEYS` and one field of `Layout`. rules.py holds th
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from decimal import Decimal
 from textwrap import wrap
-from typing import Protocol
 
 from echelon.layout.validation_error import ValidationIssue, closest_word, did_you_mean
 
 Value = int | str
 
 
-class ValueSyntax(Protocol):
+class ValueSyntax(ABC):
     """The legal values of a key."""
 
+    words: tuple[str, ...]
+    """the fixed words among the legal values, for "did you mean\""""
+
     @property
+    @abstractmethod
     def legal(self) -> str:
         """The legal values, as text."""
 
-    @property
-    def words(self) -> tuple[str, ...]:
-        """The fixed words among the legal values, for "did you mean"."""
-
+    @abstractmethod
     def parse(self, text: str) -> Value | None:
         """Return the value in its canonical form, or None if the text is invalid."""
 
     def candidates(self, numbers: Iterable[int]) -> list[Value]:
         """Return values to try in the search for a legal one; `numbers` are the integers worth trying."""
+        return list(self.words)
 
 
 @dataclass(frozen=True, kw_only=True)
-class IntegerSyntax:
+class IntegerSyntax(ValueSyntax):
     """An integer in a range."""
 
     low: int = 1
     high: int = 10**9
-
     words: tuple[str, ...] = ()
 
     @property
@@ -82,7 +83,7 @@ class ParameterizedWord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WordSyntax:
+class WordSyntax(ValueSyntax):
     """One of several words."""
 
     words: tuple[str, ...]
@@ -97,34 +98,25 @@ class WordSyntax:
             return text
         return next((value for form in self.parameterized if (value := form.parse(text)) is not None), None)
 
-    def candidates(self, numbers: Iterable[int]) -> list[Value]:
-        return list(self.words)
-
 
 @dataclass(frozen=True, kw_only=True)
-class JoinedWordsSyntax:
+class JoinedWordsSyntax(ValueSyntax):
     """`none`, or several words joined by `+`."""
 
-    parts: tuple[str, ...]
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        return ("none", *self.parts)
+    words: tuple[str, ...]
+    """`none` first"""
 
     @property
     def legal(self) -> str:
-        return f"none, or some of {', '.join(self.parts)} joined by +"
+        return f"none, or some of {', '.join(self.words[1:])} joined by +"
 
     def parse(self, text: str) -> Value | None:
         given = [part.strip() for part in text.split("+")]
         if given == ["none"]:
             return "none"
-        if len(set(given)) < len(given) or not set(given) <= set(self.parts):
+        if len(set(given)) < len(given) or not set(given) <= set(self.words[1:]):
             return None
-        return "+".join(part for part in self.parts if part in given)
-
-    def candidates(self, numbers: Iterable[int]) -> list[Value]:
-        return list(self.words)
+        return "+".join(word for word in self.words if word in given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +144,7 @@ _RECOMPUTE_SYNTAX = WordSyntax(
         ParameterizedWord(notation="budget:NGiB", prefix="budget:", suffix="GiB", number_format="decimal"),
     ),
 )
-_OFFLOAD_SYNTAX = JoinedWordsSyntax(parts=("optimizer", "params", "activations", "disk"))
+_OFFLOAD_SYNTAX = JoinedWordsSyntax(words=("none", "optimizer", "params", "activations", "disk"))
 
 # fmt: off
 KEYS: tuple[LayoutKey, ...] = (
@@ -223,34 +215,31 @@ class ParsedPairs:
     unreadable: list[str] = field(default_factory=list)
     """known keys with an invalid value"""
 
+    def report(self, key: str, value: str, message: str, legal: str, hint: str) -> None:
+        self.issues.append(ValidationIssue(key=key, value=value, message=message, legal=legal, hint=hint))
+
 
 def parse_pairs(text: str) -> ParsedPairs:
-    """Parse `key=value` pairs between commas. Never raises: issues are collected beside the valid values."""
+    """Parse `key=value` pairs between commas. Never raises: issues are collected with the valid values."""
     parsed = ParsedPairs()
     if not text.strip():
         return parsed
     first, semicolon, _ = text.partition(";")
     if semicolon:
-        rule, hint = "is more than one layout", "semicolons part layouts, commas part keys"
-        parsed.issues.append(ValidationIssue(key="layout", value=text, message=rule, legal="one layout", hint=hint))
+        hint = "semicolons part layouts, commas part keys"
+        parsed.report("layout", text, "is more than one layout", "one layout", hint)
     meant: dict[str, Value] = {}
     for item in first.split(","):
         name, equals, value = (part.strip() for part in item.partition("="))
         if not item.strip():
-            rule, hint = "has an empty place between commas", "leave the extra comma out"
-            parsed.issues.append(ValidationIssue(key="layout", value=text, message=rule, legal="key=value", hint=hint))
+            hint = "leave the extra comma out"
+            parsed.report("layout", text, "has an empty place between commas", "key=value", hint)
         elif not equals:
             hint = f"write {name}=VALUE" if name in KEYS_BY_NAME else did_you_mean(name, KEYS_BY_NAME)
-            issue = ValidationIssue(
-                key=name, value="", message="is not key=value", legal="key=value, as in dp=4,tp=2", hint=hint
-            )
-            parsed.issues.append(issue)
+            parsed.report(name, "", "is not key=value", "key=value, as in dp=4,tp=2", hint)
         elif name not in KEYS_BY_NAME:
-            guess = closest_word(name, KEYS_BY_NAME)
-            rule, legal = "is not a layout key", ", ".join(KEYS_BY_NAME)
-            parsed.issues.append(
-                ValidationIssue(key=name, value=value, message=rule, legal=legal, hint=did_you_mean(name, KEYS_BY_NAME))
-            )
+            guess, legal = closest_word(name, KEYS_BY_NAME), ", ".join(KEYS_BY_NAME)
+            parsed.report(name, value, "is not a layout key", legal, did_you_mean(name, KEYS_BY_NAME))
             if guess and (known := KEYS_BY_NAME[guess].syntax.parse(value)) is not None:
                 meant[guess] = known
         else:
@@ -262,14 +251,11 @@ def parse_pairs(text: str) -> ParsedPairs:
 def _parse_value(key: LayoutKey, text: str, parsed: ParsedPairs) -> None:
     value = key.syntax.parse(text)
     if key.name in parsed.values or key.name in parsed.unreadable:
-        rule = f"is given twice (first {key.name}={parsed.values.get(key.name, '?')})"
-        parsed.issues.append(
-            ValidationIssue(key=key.name, value=text, message=rule, legal="once", hint=f"keep one {key.name}")
-        )
+        message = f"is given twice (first {key.name}={parsed.values.get(key.name, '?')})"
+        parsed.report(key.name, text, message, "once", f"keep one {key.name}")
     elif value is None:
-        rule = "is not a legal value" if text else "has no value"
-        hint = did_you_mean(text, key.syntax.words)
-        parsed.issues.append(ValidationIssue(key=key.name, value=text, message=rule, legal=key.syntax.legal, hint=hint))
+        message = "is not a legal value" if text else "has no value"
+        parsed.report(key.name, text, message, key.syntax.legal, did_you_mean(text, key.syntax.words))
         parsed.unreadable.append(key.name)
     else:
         parsed.values[key.name] = value

@@ -79,17 +79,14 @@ class Mesh:
         if order not in _ORDERS:
             raise ValueError(f"order must hold pp and dp once each (order={self.order}); use one of {_ORDERS}")
         sizes = self.layout
-        outer = {
-            "pp": {"pp": sizes.pp},
-            "dp": {"replica": sizes.dp // sizes.num_shards, "shard": sizes.num_shards},
-        }
+        dp_axes = {"replica": sizes.dp // sizes.num_shards, "shard": sizes.num_shards}
+        outer = {"pp": {"pp": sizes.pp}, "dp": dp_axes}
         axes = {**outer[order[0]], **outer[order[1]], **_cp_axes(sizes), **_tp_axes(sizes)}
         if math.prod(axes.values()) != sizes.world:
             raise ValueError(f"shard does not divide dp (shard={sizes.shard}, dp={sizes.dp}); use a divisor of dp")
         object.__setattr__(self, "axes", axes)
-        object.__setattr__(
-            self, "composites", {name: parts for name, parts in COMPOSITE_AXES.items() if set(parts) <= set(axes)}
-        )
+        composites = {name: parts for name, parts in COMPOSITE_AXES.items() if set(parts) <= set(axes)}
+        object.__setattr__(self, "composites", composites)
 
     @property
     def world(self) -> int:
@@ -116,10 +113,7 @@ class Mesh:
             at[name] = 0
             for part in parts:
                 at[name] = at[name] * self.axes[part] + at[part]
-        place = (at["dp"] * self.layout.cp + at["cp"]) * self.layout.tp + at["tp"]
-        for name in reversed(EXPERT_AXES):
-            place, at[name] = divmod(place, self.expert_axis_sizes[name])
-        return at
+        return at | self._expert_coordinates((at["dp"] * self.layout.cp + at["cp"]) * self.layout.tp + at["tp"])
 
     def rank(self, **at: int) -> int:
         """Return the rank at some coordinates; missing axes count as 0. "dp" stands for replica and shard."""
@@ -163,17 +157,20 @@ class Mesh:
         return tuple(first + member for member in self._rank_offsets(inside))
 
     def _expert_groups(self, names: Sequence[str]) -> tuple[RankGroup, ...]:
-        others = [name for name in EXPERT_AXES if name not in names]
-        found: list[RankGroup] = []
-        for stage in self.groups(STAGE_AXES):
-            by_others: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for number, stage in enumerate(self.groups(STAGE_AXES)):
             for place, rank in enumerate(stage):
-                at = {}
-                for name in reversed(EXPERT_AXES):
-                    place, at[name] = divmod(place, self.expert_axis_sizes[name])
-                by_others.setdefault(tuple(at[name] for name in others), []).append(rank)
-            found += [tuple(group) for group in by_others.values()]
-        return tuple(sorted(found))
+                at = self._expert_coordinates(place)
+                others = (at[name] for name in EXPERT_AXES if name not in names)
+                groups.setdefault((number, *others), []).append(rank)
+        return tuple(sorted(map(tuple, groups.values())))
+
+    def _expert_coordinates(self, place: int) -> dict[str, int]:
+        """Return the coordinates on the expert axes of a rank's place in its stage."""
+        at = {}
+        for name in reversed(EXPERT_AXES):
+            place, at[name] = divmod(place, self.expert_axis_sizes[name])
+        return at
 
     def _rank_offsets(self, names: Sequence[str]) -> list[int]:
         """Return every sum of coordinate x stride over some axes, smallest first."""

@@ -238,21 +238,18 @@ class Placement:
         return self.coordinates["shard" if not group.is_expert else "expert shard"] if group.num_shards > 1 else 0
 
     def _is_owner(self, param: LogicalParam) -> bool:
-        return self._counts_in_stage(param) and not (
-            param.tied_pp_ranks and param.tied_pp_ranks[0] != self.coordinates["pp"]
-        )
+        is_first_stage = not param.tied_pp_ranks or param.tied_pp_ranks[0] == self.coordinates["pp"]
+        return is_first_stage and self._counts_in_stage(param)
 
     def _counts_in_stage(self, param: LogicalParam) -> bool:
         copies = {cut.axis: cut.num_copies for cut in param.splits}
         if param.is_expert:
             return all(self.coordinates[axis] == 0 for axis in ("ep", "etp") if axis not in copies)
         # A grid's tp is the product of z, y and x: a split names either tp or these.
-        inside = [axis for axis in TP_AXES if axis in self.coordinates]
-        inside = [axis for axis in inside if axis != "tp" or len(inside) == 1]
-        return all(
-            self.coordinates[axis] % copies[axis] == 0 if axis in copies else self.coordinates[axis] == 0
-            for axis in inside
-        )
+        inside = {axis: self.coordinates[axis] for axis in TP_AXES if axis in self.coordinates}
+        if len(inside) > 1:
+            inside.pop("tp", None)
+        return all(at % copies[axis] == 0 if axis in copies else at == 0 for axis, at in inside.items())
 
     @property
     def params(self) -> dict[str, LogicalParam]:
@@ -274,15 +271,13 @@ def group_params(
     for param in params:
         if param.tied_pp_ranks:
             groups[param.name] = [param]
-            continue
-        if param.is_expert:
+        elif param.is_expert:
             groups.setdefault(param.name.rpartition(".")[0], []).append(param)
-            continue
-        if param.keep_fp32:
+        elif param.keep_fp32:
             groups[FP32_GROUP].append(param)
-            continue
-        owners = {next((root for root in roots if name.startswith(root + ".")), "") for name in param.names}
-        groups[owners.pop() if len(owners) == 1 else ""].append(param)
+        else:
+            owners = {next((root for root in roots if name.startswith(root + ".")), "") for name in param.names}
+            groups[owners.pop() if len(owners) == 1 else ""].append(param)
     return tuple(
         ParamGroupSpec(
             name=name,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from echelon.layout.grammar import KEYS_BY_NAME, Value
 from echelon.layout.layout import ASYNC_SCHEDULES, MULTI_CHUNK_SCHEDULES, Layout
@@ -44,6 +44,11 @@ class LayoutConstraints:
     batch: int | None = None
     seq_len: int | None = None
     model: ModelDimensions | None = None
+
+    @property
+    def moe(self) -> Any:
+        """The MoE layers of the model; None if it has none, or is not known."""
+        return getattr(self.model, "moe", None)
 
 
 LayoutRule = Callable[[Layout, LayoutConstraints], Iterator[Violation]]
@@ -119,9 +124,9 @@ def cp_kind_requires_cp(layout: Layout, constraints: LayoutConstraints) -> Itera
 
 
 def cp_requires_tokens(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
-    if layout.cp > 1 and getattr(constraints.model, "family", "") == "conv":
-        assert constraints.model is not None
-        yield Violation(("cp",), f"shards sequences of tokens, and {constraints.model.name} has none")
+    model = constraints.model
+    if layout.cp > 1 and model is not None and getattr(model, "family", "") == "conv":
+        yield Violation(("cp",), f"shards sequences of tokens, and {model.name} has none")
 
 
 def ulysses_fits_cp(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
@@ -152,10 +157,8 @@ def cp_fits_sequence(layout: Layout, constraints: LayoutConstraints) -> Iterator
 def stages_have_layers(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
     model, chunks = constraints.model, layout.pp * layout.vpp
     if model is not None and layout.pp > 1 and model.layers and chunks > model.layers:
-        chunk_count = f"pp x vpp = {layout.pp} x {layout.vpp} = {chunks}"
-        yield Violation(
-            ("pp", "vpp"), f"leaves stages without a layer ({model.name}: {model.layers} layers, {chunk_count})"
-        )
+        sizes = f"{model.name}: {model.layers} layers, pp x vpp = {layout.pp} x {layout.vpp} = {chunks}"
+        yield Violation(("pp", "vpp"), f"leaves stages without a layer ({sizes})")
 
 
 def schedule_requires_pp(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
@@ -164,44 +167,41 @@ def schedule_requires_pp(layout: Layout, constraints: LayoutConstraints) -> Iter
 
 
 def terapipe_excludes_sp(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
-    if layout.pp > 1 and layout.schedule == "terapipe" and layout.sp:
-        yield Violation(
-            ("sp",), "is incompatible with schedule=terapipe, which slices sequences itself", "or schedule=1f1b"
-        )
+    if _is_terapipe(layout) and layout.sp:
+        rule = "is incompatible with schedule=terapipe, which slices sequences itself"
+        yield Violation(("sp",), rule, "or schedule=1f1b")
 
 
 def terapipe_excludes_cp(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
-    if layout.pp > 1 and layout.schedule == "terapipe" and layout.cp > 1:
+    if _is_terapipe(layout) and layout.cp > 1:
         rule = "is incompatible with schedule=terapipe, which runs a sequence's first tokens before its last ones"
         yield Violation(("cp",), rule, "or schedule=1f1b")
 
 
 def terapipe_excludes_moe(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
-    has_moe = layout.ep * layout.etp > 1 or getattr(constraints.model, "moe", None) is not None
-    if has_moe and layout.pp > 1 and layout.schedule == "terapipe":
+    if _is_terapipe(layout) and _has_moe(layout, constraints):
         yield Violation(("schedule",), "slices sequences, and MoE gates route full ones")
 
 
 def async_schedule_excludes_zero_2(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
     ranks = layout.dp * layout.cp
-    if getattr(constraints.model, "moe", None) is not None:
+    if constraints.moe is not None:
         ranks = max(ranks, ranks * layout.tp // (layout.ep * layout.etp))  # that shard experts
-    if layout.pp > 1 and layout.schedule in ASYNC_SCHEDULES and layout.zero > 1 and ranks > 1:
+    if _is_async(layout) and layout.zero > 1 and ranks > 1:
         rule = f"is incompatible with schedule={layout.schedule}, which holds several unsharded versions of the weights"
         yield Violation(("zero",), rule, "or schedule=1f1b")
 
 
 def async_schedule_excludes_tied_weights(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
-    if layout.pp > 1 and layout.schedule in ASYNC_SCHEDULES and getattr(constraints.model, "tied", False):
-        assert constraints.model is not None
-        name = constraints.model.name
-        rule = f"updates every stage independently, and the embedding of {name} is tied to its last stage"
+    model = constraints.model
+    if _is_async(layout) and model is not None and getattr(model, "tied", False):
+        rule = f"updates every stage independently, and the embedding of {model.name} is tied to its last stage"
         yield Violation(("schedule",), rule, "or tied=false")
 
 
 def async_schedule_excludes_load_bias(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
-    moe = getattr(constraints.model, "moe", None)
-    if moe is not None and moe.balances_by_load and layout.pp > 1 and layout.schedule in ASYNC_SCHEDULES:
+    moe = constraints.moe
+    if _is_async(layout) and moe is not None and moe.balances_by_load:
         rule = f"has stages at different steps, and the gate balances by the expert load of a step ({moe.gate})"
         yield Violation(("schedule",), rule, "or a gate with a load-balance loss")
 
@@ -219,8 +219,7 @@ def vpp_fits_schedule(layout: Layout, constraints: LayoutConstraints) -> Iterato
 
 
 def async_schedule_excludes_state_offload(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
-    offloaded = {"optimizer", "params", "disk"} & set(layout.offload.split("+"))
-    if layout.pp > 1 and layout.schedule in ASYNC_SCHEDULES and offloaded:
+    if _is_async(layout) and {"optimizer", "params", "disk"} & set(layout.offload.split("+")):
         rule = f"is incompatible with schedule={layout.schedule}, which updates while older weights are in use"
         yield Violation(("offload",), rule, "or schedule=1f1b")
 
@@ -246,7 +245,7 @@ def ep_inner_divides_expert_ranks(layout: Layout, constraints: LayoutConstraints
 
 
 def ep_divides_experts(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
-    moe, model = getattr(constraints.model, "moe", None), constraints.model
+    moe, model = constraints.moe, constraints.model
     if model is None or layout.ep * layout.etp == 1 or not hasattr(model, "moe"):
         return
     if moe is None:
@@ -257,11 +256,13 @@ def ep_divides_experts(layout: Layout, constraints: LayoutConstraints) -> Iterat
 
 def moe_requires_sp(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
     """Every rank dispatches tokens of its own."""
-    has_moe = layout.ep * layout.etp > 1 or getattr(constraints.model, "moe", None) is not None
-    if has_moe and layout.tp > 1 and layout.tp_kind != "1d":
-        yield Violation(("tp_kind",), "is incompatible with experts, whose tokens are divided over tp by position")
-    elif has_moe and layout.tp > 1 and not layout.sp:
-        yield Violation(("sp",), "is incompatible with experts, whose tokens are divided over tp by position (sp 0)")
+    if layout.tp == 1 or not _has_moe(layout, constraints):
+        return
+    rule = "is incompatible with experts, whose tokens are divided over tp by position"
+    if layout.tp_kind != "1d":
+        yield Violation(("tp_kind",), rule)
+    elif not layout.sp:
+        yield Violation(("sp",), f"{rule} (sp 0)")
 
 
 def recompute_fits_layers(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
@@ -269,7 +270,7 @@ def recompute_fits_layers(layout: Layout, constraints: LayoutConstraints) -> Ite
     if model is not None and kind == "every" and model.layers and int(number) > model.layers:
         legal = f"every:1 to every:{model.layers}"
         yield Violation(("recompute",), f"exceeds the model's layers ({model.name}: {model.layers})", legal=legal)
-    if kind == "budget" and layout.pp > 1 and layout.schedule == "terapipe":
+    if kind == "budget" and _is_terapipe(layout):
         rule = "counts the saved activations of full microbatches, and schedule=terapipe slices them"
         yield Violation(("recompute",), rule, "or schedule=1f1b", legal="none, full, selective, ops, sqrt, every:N")
 
@@ -309,6 +310,18 @@ RULES: tuple[LayoutRule, ...] = (
 """Every rule, in the order of the issues."""
 
 
+def _is_async(layout: Layout) -> bool:
+    return layout.pp > 1 and layout.schedule in ASYNC_SCHEDULES
+
+
+def _is_terapipe(layout: Layout) -> bool:
+    return layout.pp > 1 and layout.schedule == "terapipe"
+
+
+def _has_moe(layout: Layout, constraints: LayoutConstraints) -> bool:
+    return layout.ep * layout.etp > 1 or constraints.moe is not None
+
+
 def head_parallel_size(layout: Layout) -> int | None:
     """Return the tp ranks that divide heads: all of 1d's, one side of a grid; None if tp does not match the grid."""
     tp, kind = layout.tp, layout.tp_kind
@@ -332,7 +345,7 @@ def find_violations(
     layout: Layout, constraints: LayoutConstraints, rules: Sequence[LayoutRule] = RULES
 ) -> dict[str, Violation]:
     """Return the violations by the name of the rule; a rule is violated at most once."""
-    return {rule.__name__: found for rule in rules for found in rule(layout, constraints)}
+    return {rule.__name__: violation for rule in rules for violation in rule(layout, constraints)}
 
 
 def explain_violations(
@@ -349,21 +362,16 @@ def explain_violations(
     def resolve(keys: Mapping[str, Value]) -> Layout:
         return Layout.resolve(keys, world=constraints.world, batch=constraints.batch)
 
-    layout, issues = resolve(given), []
-    violations = find_violations(layout, constraints, rules)
+    def probe(keys: Mapping[str, Value]) -> dict[str, Violation]:
+        return find_violations(resolve(keys), constraints, rules)
+
+    violations = probe(given)
     if not violations:
         return []
-    model = constraints.model
-    sizes = (
-        constraints.world,
-        constraints.batch,
-        layout.world,
-        model.heads if model else 0,
-        model.layers if model else 0,
-    )
-    remedies = RemedySearch(
-        given, lambda keys: find_violations(resolve(keys), constraints, rules), [size for size in sizes if size]
-    )
+    layout, model, issues = resolve(given), constraints.model, []
+    model_sizes = (model.heads, model.layers) if model else ()
+    sizes = [size for size in (constraints.world, constraints.batch, layout.world, *model_sizes) if size]
+    remedies = RemedySearch(given, probe, sizes)
     for name, rule in violations.items():
         if any(remedies.repairs(key, name) for key in unreadable):
             continue
@@ -396,6 +404,5 @@ def find_issues(
     model: ModelDimensions | None = None,
 ) -> list[ValidationIssue]:
     """Return every issue of a finished layout; an empty list if it is valid."""
-    return explain_violations(
-        layout.explicit, LayoutConstraints(world=world, batch=batch, seq_len=seq_len, model=model)
-    )
+    constraints = LayoutConstraints(world=world, batch=batch, seq_len=seq_len, model=model)
+    return explain_violations(layout.explicit, constraints)

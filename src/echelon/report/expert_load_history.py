@@ -20,6 +20,8 @@ from echelon.training.run.run_dir import Run, RunError
 RECORD_KIND = "experts"
 """of the log's lines"""
 MAX_COLUMNS = 120
+MAX_ALL_SHOWN, WORST_SHOWN = 8, 4
+"""up to the first number of layers a picture shows all; of more, the worst ones"""
 
 
 @dataclass
@@ -116,9 +118,8 @@ class ExpertLoadHistory:
         """Read a run's directory; no layers if it logged none. The run may have been killed, or still run."""
         if not (folder / "log.jsonl").is_file():
             return cls(name=folder.name)
-        return cls.from_records(
-            Run(path=folder).records(RECORD_KIND), name=folder.resolve().name, max_columns=max_columns
-        )
+        records = Run(path=folder).records(RECORD_KIND)
+        return cls.from_records(records, name=folder.resolve().name, max_columns=max_columns)
 
     @classmethod
     def from_records(cls, records: Iterable[dict[str, Any]], *, name: str = "", max_columns: int = MAX_COLUMNS) -> Self:
@@ -127,9 +128,8 @@ class ExpertLoadHistory:
             try:
                 history.add(int(record["step"]), record["layers"])
             except (KeyError, TypeError, ValueError) as error:
-                raise RunError(
-                    f"the log's expert loads cannot be read ({name}: {type(error).__name__}: {error})"
-                ) from error
+                cause = f"{name}: {type(error).__name__}: {error}"
+                raise RunError(f"the log's expert loads cannot be read ({cause})") from error
         history._merge_last_columns()
         return history
 
@@ -142,8 +142,7 @@ class ExpertLoadHistory:
             )
             for one in layers
         ]
-        if not self.layers:
-            self.layers = [LayerLoadHistory(one["layer"]) for one in layers]
+        self.layers = self.layers or [LayerLoadHistory(one["layer"]) for one in layers]
         if len(layers) != len(self.layers):
             raise ValueError(f"{len(layers)} layers, and {len(self.layers)} before")
         if 0 < self._last_column_steps < self._column_length:
@@ -197,6 +196,14 @@ class ExpertLoadHistory:
         words = f"{layers} layer{'s' * (layers > 1)} of {experts} experts, steps {first:,} to {last:,}"
         length = self.spans[0][1] - self.spans[0][0] + 1
         return words + (f", {length} to a column" if length > 1 else "")
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}: loads of experts" if self.name else "loads of experts"
+
+    def shown_layers(self) -> list[LayerLoadHistory]:
+        """The layers that a picture shows at first: all of a few, the worst of many."""
+        return self.layers if len(self.layers) <= MAX_ALL_SHOWN else self.worst_layers(WORST_SHOWN)
 
     def worst_layers(self, count: int) -> list[LayerLoadHistory]:
         """The layers with the highest max/mean load, in the model's order.

@@ -15,8 +15,6 @@ from echelon.report.expert_load_history import ExpertLoadHistory, LayerLoadHisto
 from echelon.training.logging.expert_load import short_layer_name
 
 TEMPLATE = "expert_load.html"
-MAX_ALL_SHOWN, WORST_SHOWN = 8, 4
-"""up to the first number of layers all are shown at first; of more, the worst ones"""
 
 
 def as_html(history: ExpertLoadHistory) -> str:
@@ -28,10 +26,9 @@ def as_html(history: ExpertLoadHistory) -> str:
 
 def html_section(history: ExpertLoadHistory, *, light: bool = False) -> str:
     """A section of any page; `light` keeps light colours in dark mode, beside pictures without a dark mode."""
-    worst = history.layers if len(history.layers) <= MAX_ALL_SHOWN else history.worst_layers(WORST_SHOWN)
-    shown = {layer.name for layer in worst}
+    shown = {layer.name for layer in history.shown_layers()}
     data = {
-        "name": f"{history.name}: loads of experts" if history.name else "loads of experts",
+        "name": history.title,
         "heading": history.heading(),
         "edges": load_colours.LOAD_EDGES,
         "names": load_colours.LOAD_LABELS,
@@ -47,9 +44,7 @@ def html_section(history: ExpertLoadHistory, *, light: bool = False) -> str:
 
 
 def _layer(layer: LayerLoadHistory, shown: bool) -> dict[str, Any]:
-    loads = bytes(
-        _encode_load(load) for column in layer.columns for load in column.relative_loads or [0.0] * layer.experts
-    )
+    loads = [load for column in layer.columns for load in column.relative_loads or [0.0] * layer.experts]
     figures = [column.mean_figures for column in layer.columns]
     return {
         "name": short_layer_name(layer.name),
@@ -60,7 +55,7 @@ def _layer(layer: LayerLoadHistory, shown: bool) -> dict[str, Any]:
         "worstStep": layer.worst_step,
         "never": layer.unused_experts(),
         "lines": [[round(figure[name], 4) for figure in figures] for name in figures[0]],
-        "loads": base64.b64encode(loads).decode(),
+        "loads": base64.b64encode(bytes(map(_encode_load, loads))).decode(),
     }
 
 

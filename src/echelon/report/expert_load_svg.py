@@ -6,29 +6,20 @@ of it, so that the file stays small.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from echelon.draw import svg_writer
 from echelon.draw.number_format import ticks
+from echelon.report import load_colours
 from echelon.report.expert_load_history import ExpertLoadHistory, LayerLoadHistory
-from echelon.report.load_colours import (
-    LOAD_LABELS,
-    NO_TOKEN,
-    ON_DARK,
-    ON_LIGHT,
-    colour_index,
-    expert_rows,
-    row_label,
-    row_load,
-)
+from echelon.report.load_colours import LOAD_LABELS, NO_TOKEN, ON_DARK, ON_LIGHT, colour_index
 from echelon.training.logging.expert_load import short_layer_name
 
 MARGIN, LEFT, MAP_WIDTH, RIGHT = 24.0, 116.0, 744.0, 116.0
 WIDTH = LEFT + MAP_WIDTH + RIGHT
-MAX_ALL_SHOWN, WORST_SHOWN, MAX_EXPERT_ROWS = 8, 4, 256
-"""up to the first number of layers all have a heat map; of more, the worst ones"""
+MAX_EXPERT_ROWS = 256
 MAX_ROW_HEIGHT, MIN_ROW_HEIGHT = 14.0, 1.0
 """of a row of a heat map"""
 MIN_MARKED_HEIGHT = 4.0
@@ -66,9 +57,9 @@ class _StepScale:
 def as_svg(history: ExpertLoadHistory, *, light: bool = False) -> str:
     """The text of an SVG file; `light` keeps light colours in dark mode, beside pictures without a dark mode."""
     frame = _StepScale(*history.steps, history.spans)
-    shown = history.layers if len(history.layers) <= MAX_ALL_SHOWN else history.worst_layers(WORST_SHOWN)
+    shown = history.shown_layers()
     title = f"loads of experts: {history.heading()}"
-    parts = [_text(MARGIN, 42, f"{history.name}: loads of experts" if history.name else "loads of experts", 22, 650)]
+    parts = [_text(MARGIN, 42, history.title, 22, 650)]
     thin = any(MAP_HEIGHT / layer.experts < MIN_MARKED_HEIGHT for layer in shown)
     parts += [_text(MARGIN, 66, history.heading(), 14, css_class="pale"), *_legend(96, thin)]
     y = 118.0
@@ -82,11 +73,9 @@ def as_svg(history: ExpertLoadHistory, *, light: bool = False) -> str:
         more, y = _heat_map("busiest expert of each layer, to the mean", rows, frame, y, notes)
         parts += more
     if len(shown) < len(history.layers):
-        note = (
-            f"Below: the {len(shown)} least balanced of {len(history.layers)} layers in the second half of the steps."
-        )
+        note = f"the {len(shown)} least balanced of {len(history.layers)} layers in the second half of the steps"
         y += 28
-        parts.append(_text(MARGIN, y, note, 13, css_class="pale"))
+        parts.append(_text(MARGIN, y, f"Below: {note}.", 13, css_class="pale"))
     for layer in shown:
         more, y = _layer(layer, frame, y)
         parts += more
@@ -115,9 +104,12 @@ def _legend(y: float, thin: bool) -> Iterator[str]:
 
 def _layer(layer: LayerLoadHistory, frame: _StepScale, y: float) -> tuple[list[str], float]:
     """The elements of a layer from `y` on, and the y of its end."""
-    kinds = expert_rows(layer.experts, MAX_EXPERT_ROWS)
+    kinds = load_colours.expert_rows(layer.experts, MAX_EXPERT_ROWS)
     loads = [column.relative_loads for column in layer.columns]
-    rows: list[MapRow] = [(row_label(row), [colour_index(row_load(column, row)) for column in loads]) for row in kinds]
+    rows: list[MapRow] = [
+        (load_colours.row_label(row), [colour_index(load_colours.row_load(column, row)) for column in loads])
+        for row in kinds
+    ]
     title = f"{short_layer_name(layer.name)}: experts"
     if len(kinds) < layer.experts:
         title += ", in each row the busiest"
@@ -137,11 +129,8 @@ def _heat_map(
 ) -> tuple[list[str], float]:
     parts = [_text(MARGIN, y + 26, title, 15, 600)]
     y += 38
-    high = (
-        max(MIN_ROW_HEIGHT, min(MAX_ROW_HEIGHT, MAP_HEIGHT / len(rows)))
-        if not notes
-        else max(8.0, min(MAX_ROW_HEIGHT, 480 / len(rows)))
-    )
+    lowest, map_height = (8.0, 480.0) if notes else (MIN_ROW_HEIGHT, MAP_HEIGHT)
+    high = max(lowest, min(MAX_ROW_HEIGHT, map_height / len(rows)))
     gap = 1.0 if high >= 12 else 0.0
     shapes: dict[str, list[str]] = {}
     every = -(-12 // int(high)) if high < 12 else 1
@@ -150,20 +139,16 @@ def _heat_map(
         for step, x, width in frame.cells(steps):
             if step is None and high < MIN_MARKED_HEIGHT:
                 continue
-            if step is None:
-                thick = 2.0
-                where = f"M{x:.1f} {top + (high - gap - thick) / 2:g}h{width:.1f}v{thick:g}h-{width:.1f}z"
-                shapes.setdefault("empty", []).append(where)
-            else:
-                tall = high - gap
-                shapes.setdefault(f"s{step}", []).append(f"M{x:.1f} {top:g}h{width:.1f}v{tall:g}h-{width:.1f}z")
+            css_class, tall = ("empty", 2.0) if step is None else (f"s{step}", high - gap)
+            y_ = top + (high - gap - tall) / 2
+            shapes.setdefault(css_class, []).append(f"M{x:.1f} {y_:g}h{width:.1f}v{tall:g}h-{width:.1f}z")
         if at % every == 0:
             size = min(12.0, max(10.0, high))
             parts.append(_text(LEFT - 10, top + high / 2 + 4, name, size, css_class="pale", anchor="end"))
             if notes:
                 parts.append(_text(LEFT + MAP_WIDTH + 8, top + high / 2 + 4, notes[at], size, css_class="pale"))
     edges = ' shape-rendering="crispEdges"'
-    parts += [f'<path class="{name}"{edges} d="{"".join(found)}"/>' for name, found in sorted(shapes.items())]
+    parts += [f'<path class="{name}"{edges} d="{"".join(paths)}"/>' for name, paths in sorted(shapes.items())]
     y += len(rows) * high
     if axis:
         parts += _axis(frame, y + 4)
@@ -174,9 +159,7 @@ def _heat_map(
 def _strip(name: str, values: Sequence[float], frame: _StepScale, y: float) -> Iterator[str]:
     """A curve over the steps, from 0 to its maximum (entropy: to 1)."""
     top = 1.0 if name == "entropy" else max(values) or 1.0
-    number: Callable[[float], str] = (
-        (lambda value: f"{value:.1f}") if name in ("dead", "dropped %") else "{:.2f}".format
-    )
+    number = "{:.1f}".format if name in ("dead", "dropped %") else "{:.2f}".format
     yield f'<rect class="line" x="{LEFT:g}" y="{y + STRIP_HEIGHT:g}" width="{MAP_WIDTH:g}" height="1"/>'
     places = [
         (frame.x((start + end + 1) / 2), y + STRIP_HEIGHT * (1 - value / top))
@@ -186,16 +169,9 @@ def _strip(name: str, values: Sequence[float], frame: _StepScale, y: float) -> I
         places = [(LEFT, places[0][1]), (LEFT + MAP_WIDTH, places[0][1])]
     yield f'<path class="thin" d="M{"L".join(f"{x:.1f} {high:.1f}" for x, high in places)}"/>'
     yield _text(LEFT - 10, y + STRIP_HEIGHT / 2 + 6, name, 12, css_class="pale", anchor="end")
-    yield _text(
-        LEFT + MAP_WIDTH + 8, y + STRIP_HEIGHT / 2 - 2, f"{number(values[-1])} at the end", 11, css_class="pale"
-    )
-    yield _text(
-        LEFT + MAP_WIDTH + 8,
-        y + STRIP_HEIGHT / 2 + 12,
-        f"{number(min(values))} to {number(max(values))}",
-        11,
-        css_class="pale",
-    )
+    right, middle = LEFT + MAP_WIDTH + 8, y + STRIP_HEIGHT / 2
+    yield _text(right, middle - 2, f"{number(values[-1])} at the end", 11, css_class="pale")
+    yield _text(right, middle + 12, f"{number(min(values))} to {number(max(values))}", 11, css_class="pale")
 
 
 def _axis(frame: _StepScale, y: float) -> Iterator[str]:

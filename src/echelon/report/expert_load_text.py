@@ -89,10 +89,8 @@ def _row(steps: ColourIndices, each: int, colour: bool) -> Text:
 
 def _rows(pair: Sequence[ColourIndices], each: int) -> Text:
     """Two rows in the halves of one line; cells without a token stay empty."""
-    text = Text()
-    upper = pair[0]
-    lower: ColourIndices = pair[1] if len(pair) > 1 else [None] * len(upper)
-    for high, low in zip(upper, lower, strict=True):
+    text, (upper, *lower) = Text(), pair
+    for high, low in zip(upper, lower[0] if lower else [None] * len(upper), strict=True):
         if high is not None:
             back = f" on {ON_DARK[low]}" if low is not None else ""
             text.append("▀" * each, style=f"{ON_DARK[high]}{back}")
@@ -104,10 +102,11 @@ def _rows(pair: Sequence[ColourIndices], each: int) -> Text:
 def _legend(width: int, colour: bool) -> Text:
     lines = [Text()]
     for step, name in enumerate((*LOAD_LABELS, NO_TOKEN)):
-        is_step = step < len(LOAD_LABELS)
-        mark = f"{step + 1}:" if is_step else "empty:" if colour else ".:"
-        entry = Text("  " if colour and is_step else mark, style=f"on {ON_DARK[step]}" if colour and is_step else "")
-        entry = Text("").append(entry).append(f" {name}  ")
+        if step < len(LOAD_LABELS):
+            mark = Text("  ", style=f"on {ON_DARK[step]}") if colour else Text(f"{step + 1}:")
+        else:
+            mark = Text("empty:" if colour else ".:")
+        entry = Text().append(mark).append(f" {name}  ")
         if lines[-1].cell_len + entry.cell_len > width + 2:
             lines.append(Text())
         lines[-1] += entry

@@ -13,9 +13,7 @@ from echelon.pipeline import draw, timeline
 from echelon.pipeline.timeline import Timeline
 
 if TYPE_CHECKING:
-    from echelon.report.expert_load_history import (
-        ExpertLoadHistory,  # imported only if a run has expert load
-    )
+    from echelon.report.expert_load_history import ExpertLoadHistory
 
 
 @dataclass(frozen=True)
