@@ -90,7 +90,11 @@ def run(
             saving.save({})
     saving.wait()
     engine.drain()
-    reported |= {"losses": losses, "saved": saving.hash, "values": whole(engine.parallel, "master")}
+    reported |= {
+        "losses": losses,
+        "saved": saving.saver.hash if saving.saver else "",
+        "values": whole(engine.parallel, "master"),
+    }
     saving.close()
     engine.close()
     return reported

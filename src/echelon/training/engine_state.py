@@ -56,14 +56,18 @@ class EngineCheckpointer:
         self._engine, self._keep = engine, keep
         self._group = CheckpointGroup()
         self._storage = open_storage(self._group.broadcast(address))
-        self._saver: CheckpointSaver | None = None
+        self.saver: CheckpointSaver | None = None
+        """of the checkpoints that this process writes; None before the first"""
 
     def save(self, facts: Mapping[str, Any]) -> None:
         """Save the state after the last step. Updates in flight, on the host or in a pipeline, finish first."""
-        engine, saver = self._engine, self._get_saver()
+        engine, step = self._engine, self._engine.num_steps
+        if self.saver is None:
+            state, device = training_state(engine), engine.parallel.options.device
+            self.saver = CheckpointSaver(state, self._storage, self._group, device=device, retention=self._keep)
         engine.drain()
-        engine.before_update = saver.wait_before_update
-        saver.save(engine.num_steps, {**facts, "step": engine.num_steps}, in_background=engine.updates_after_backward)
+        engine.before_update = self.saver.wait_before_update
+        self.saver.save(step, {**facts, "step": step}, in_background=engine.updates_after_backward)
 
     def steps(self) -> list[int]:
         """Return the steps of existing checkpoints, as rank 0 sees them."""
@@ -95,35 +99,14 @@ class EngineCheckpointer:
 
     def check(self) -> None:
         """Raise the error of a background save."""
-        if self._saver is not None:
-            self._saver.check()
+        if self.saver is not None:
+            self.saver.check()
 
     def wait(self) -> None:
         """Wait until the last save is complete."""
-        if self._saver is not None:
-            self._saver.wait()
-
-    @property
-    def nbytes(self) -> int:
-        """bytes of this rank's part"""
-        return self._saver.nbytes if self._saver is not None else 0
-
-    @property
-    def last_address(self) -> str | None:
-        """address of the newest checkpoint that this process has written"""
-        return self._saver.last_address if self._saver is not None else None
-
-    @property
-    def hash(self) -> str:
-        """hash of its state"""
-        return self._saver.hash if self._saver is not None else ""
+        if self.saver is not None:
+            self.saver.wait()
 
     def close(self) -> None:
-        if self._saver is None or self._saver.close():
+        if self.saver is None or self.saver.close():
             self._group.close()
-
-    def _get_saver(self) -> CheckpointSaver:
-        if self._saver is None:
-            state, device = training_state(self._engine), self._engine.parallel.options.device
-            self._saver = CheckpointSaver(state, self._storage, self._group, device=device, retention=self._keep)
-        return self._saver

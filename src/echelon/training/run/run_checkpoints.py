@@ -104,7 +104,7 @@ class RunCheckpoints:
             return None
         self._opened.wait()
         self._log_finished_save()
-        return self._opened.last_address
+        return self._logged_address
 
     def close(self) -> None:
         if self._opened is not None:
@@ -120,10 +120,10 @@ class RunCheckpoints:
         self._blocked_s, self._last_saved_step = time.perf_counter() - start, step
 
     def _log_finished_save(self) -> None:
-        address = self._checkpointer.last_address
-        if address is None or address == self._logged_address:
+        saver = self._checkpointer.saver
+        if saver is None or saver.last_address in (None, self._logged_address):
             return
-        self._logged_address = address
+        self._logged_address = saver.last_address
         if self._run is not None:
-            saved = {"path": address, "hash": self._checkpointer.hash, "bytes": self._checkpointer.nbytes}
+            saved = {"path": saver.last_address, "hash": saver.hash, "bytes": saver.nbytes}
             self._run.log("checkpoint", **saved, blocked_s=self._blocked_s)
