@@ -87,12 +87,8 @@ class StageSplit:
     def balanced(cls, names: Sequence[str], costs: Sequence[float], rank_of_stage: Sequence[int]) -> StageSplit:
         """The best split by the costs of the layers."""
         _check_costs(names, costs)
-        return cls.from_layer_counts(
-            names,
-            balance_layers(costs, len(rank_of_stage), glue=layers_to_glue(names)),
-            costs,
-            [(rank,) for rank in rank_of_stage],
-        )
+        counts = balance_layers(costs, len(rank_of_stage), glue=layers_to_glue(names))
+        return cls.from_layer_counts(names, counts, costs, [(rank,) for rank in rank_of_stage])
 
     @classmethod
     def from_block_counts(
@@ -111,9 +107,8 @@ class StageSplit:
                 f"layers per stage do not fit the model ({', '.join(map(str, block_counts))}: {', '.join(errors)}); "
                 f"give {stages} numbers of 1 or more that sum to {len(blocks)}"
             )
-        return cls.from_layer_counts(
-            names, layers_per_stage(blocks, block_counts), costs, [(rank,) for rank in rank_of_stage]
-        )
+        counts = layers_per_stage(blocks, block_counts)
+        return cls.from_layer_counts(names, counts, costs, [(rank,) for rank in rank_of_stage])
 
     @classmethod
     def from_layer_counts(

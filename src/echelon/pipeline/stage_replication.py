@@ -32,15 +32,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from echelon.pipeline import partition
 from echelon.pipeline.layer_profile import PipelineProfile
-from echelon.pipeline.partition import (
-    StageSplit,
-    check_stages,
-    group_into_blocks,
-    layers_per_stage,
-    layers_to_glue,
-    optimal_partition,
-)
+from echelon.pipeline.partition import StageSplit
 from echelon.pipeline.schedule import looped_placement
 
 RangeTable = NDArray[np.float64]
@@ -97,8 +91,8 @@ def split_by_profile(
     """
     rank_of_stage = looped_placement(stages) if rank_of_stage is None else rank_of_stage
     speeds = [bandwidth] * (stages - 1) if isinstance(bandwidth, int | float) else list(bandwidth)
-    blocks = group_into_blocks(len(profile.links), layers_to_glue(profile.names))
-    check_stages(stages, len(blocks))
+    blocks = partition.group_into_blocks(len(profile.links), partition.layers_to_glue(profile.names))
+    partition.check_stages(stages, len(blocks))
     if len(rank_of_stage) != stages or len(speeds) != stages - 1:
         raise ValueError(
             f"homes and bandwidths do not fit the stages ({stages} stages, {len(rank_of_stage)} homes, {len(speeds)} "
@@ -111,10 +105,9 @@ def split_by_profile(
         [0.0 if rank == next_rank else 2 * size / speed for size in costs.activation_bytes]
         for rank, next_rank, speed in zip(rank_of_stage, rank_of_stage[1:], speeds, strict=False)
     ]
-    counts = layers_per_stage(blocks, optimal_partition(costs.seconds, transfers))
-    return StageSplit.from_layer_counts(
-        profile.names, counts, profile.layer_seconds, [(home,) for home in rank_of_stage]
-    )
+    counts = partition.layers_per_stage(blocks, partition.optimal_partition(costs.seconds, transfers))
+    ranks = [(rank,) for rank in rank_of_stage]
+    return StageSplit.from_layer_counts(profile.names, counts, profile.layer_seconds, ranks)
 
 
 def replicate(profile: PipelineProfile, levels: Sequence[NetworkLevel]) -> ReplicatedPipeline:
@@ -125,15 +118,14 @@ def replicate(profile: PipelineProfile, levels: Sequence[NetworkLevel]) -> Repli
     """
     if not levels:
         raise ValueError("a pipeline needs ranks (no levels); give one level or more")
-    blocks = group_into_blocks(len(profile.links), layers_to_glue(profile.names))
+    blocks = partition.group_into_blocks(len(profile.links), partition.layers_to_glue(profile.names))
     costs = _BlockCosts(profile, blocks)
     best, solved = _range_sums(costs.seconds, empty=math.inf), []
     for number, level in enumerate(levels, start=1):
-        level_solution = _LevelSolution(level, best, costs, only_first=number == len(levels))
-        best = level_solution.best
-        solved.append(level_solution)
+        solved.append(_LevelSolution(level, best, costs, only_first=number == len(levels)))
+        best = solved[-1].best
     stages = _backtrack(solved, 0, len(blocks) - 1)
-    counts = layers_per_stage(blocks, [len(stage) for stage, _ in stages])
+    counts = partition.layers_per_stage(blocks, [len(stage) for stage, _ in stages])
     split = StageSplit.from_layer_counts(profile.names, counts, profile.layer_seconds, [ranks for _, ranks in stages])
     return ReplicatedPipeline(split=split, seconds=float(best[0, -1]))
 
@@ -153,13 +145,12 @@ class _LevelSolution:
     def __init__(
         self, level: NetworkLevel, component_times: RangeTable, blocks: _BlockCosts, *, only_first: bool
     ) -> None:
-        """`inside` is A_{k-1}: how fast one component is. With `only_first`, only for the first layer of all."""
+        """`component_times` is A_{k-1}. With `only_first`, only for the first layer of all."""
         self.components, last = level.components, len(component_times) - 1
         shared = 2 * _range_sums(blocks.parameter_bytes, empty=0) / level.bandwidth
         sent = 2 * np.array(blocks.activation_bytes, dtype=np.float64) / level.bandwidth
-        stage = [
-            np.maximum(component_times, (m - 1) * shared) / m for m in range(1, level.components + 1)
-        ]  # T_k, from m = 1
+        sizes = range(1, level.components + 1)
+        stage = [np.maximum(component_times, (m - 1) * shared) / m for m in sizes]  # T_k
         best = [table.copy() for table in stage]  # A_k
         self.last_stage_start = np.tile(np.arange(last + 1)[:, None], (level.components + 1, 1, last + 1))
         """by the number of components, the first and the last block: where the last stage begins"""

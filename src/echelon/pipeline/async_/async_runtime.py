@@ -41,7 +41,11 @@ class AsyncRuntime(PipelineRuntime):
 
     def __init__(self, parallel: ParallelModel, assignment: StageAssignment):
         super().__init__(parallel, assignment)
-        _reject_tied_weights(parallel)
+        if tied := [param.name for param in parallel.placement.params.values() if param.tied_pp_ranks]:
+            raise ValueError(
+                f"schedule={parallel.layout.schedule} updates every stage independently, and {tied[0]} is on several "
+                "stages; untie it (tied=false), or use schedule=1f1b"
+            )
         self.update: UpdateFunction = _no_update
         self.updates_per_step = updates_per_step(parallel.layout)
         self.microbatches_per_update = parallel.layout.accumulate // self.updates_per_step
@@ -100,7 +104,7 @@ class AsyncRuntime(PipelineRuntime):
         for index, action in enumerate(lower(schedule).rank_actions[self.rank]):
             self._run_action(action, index)
         # The first stage receives the scale of an update at most as many windows later as there are stages.
-        self.p2p.flush_older(self.schedule.ranks)
+        self.p2p.flush(self.schedule.ranks)
 
     def _run_forwards(self, microbatches: Sequence[MicrobatchInputs], schedule: Schedule) -> None:
         """Evaluate without touching the microbatches in flight."""
@@ -195,15 +199,6 @@ class AsyncRuntime(PipelineRuntime):
         sent = Collective(op="send", axis="pp", bytes=16, count=sends, overlapped=True, purpose=purpose)
         summed = Collective(op="all_reduce", axis=tokens.name, bytes=16, count=count, purpose=purpose)
         return [sent, summed] if tokens.size > 1 else [sent]
-
-
-def _reject_tied_weights(parallel: ParallelModel) -> None:
-    tied = [param.name for param in parallel.placement.params.values() if param.tied_pp_ranks]
-    if tied:
-        raise ValueError(
-            f"schedule={parallel.layout.schedule} updates every stage independently, and {tied[0]} is on several "
-            "stages; untie it (tied=false), or use schedule=1f1b"
-        )
 
 
 def _no_update(_scale: float, _lr: float) -> None:

@@ -9,7 +9,6 @@ in a step. All dp ranks follow the same schedule, so their collectives match.
 
 from __future__ import annotations
 
-from echelon.parallel.dp.param_group import ParamGroup
 from echelon.parallel.dp.sharded_model import ShardedModel
 
 
@@ -67,11 +66,9 @@ class StageParamGroups:
 
     def finish_step(self) -> None:
         """Finish all reductions of a step, and reshard."""
-        for group in self._in_backward_order():
+        in_backward_order = self.sharded_model.param_groups[::-1]
+        for group in in_backward_order:
             group.reduction.finish_reduce_scatter(last=True)
-        for group in self._in_backward_order():
+        for group in in_backward_order:
             group.reduction.finish()
             group.reshard()
-
-    def _in_backward_order(self) -> list[ParamGroup]:
-        return self.sharded_model.param_groups[::-1]

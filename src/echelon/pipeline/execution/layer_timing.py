@@ -144,14 +144,16 @@ def _materialize_layer(
     model: nn.Module, layer: PipelineLayer, device: torch.device, dtype: torch.dtype
 ) -> list[Tensor]:
     """The layer's parameters on the device; those on the meta device get random values."""
-    results: list[Tensor] = []
-    for name in _parameter_names(model, layer):
-        module, last = _parent_module(model, name)
+    weights: list[Tensor] = []
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for name in (name for name in names if any(is_within(name, module) for module in layer.modules)):
+        path, _, last = name.rpartition(".")
+        module = model.get_submodule(path)
         old = getattr(module, last)
         data = torch.randn(old.shape, device=device, dtype=dtype) * 0.02 if old.is_meta else old.to(device, dtype)
         setattr(module, last, nn.Parameter(data, requires_grad=old.requires_grad))
-        results.append(getattr(module, last))
-    return results
+        weights.append(getattr(module, last))
+    return weights
 
 
 def _free_layer(model: nn.Module, weights: list[Tensor]) -> None:
@@ -159,16 +161,6 @@ def _free_layer(model: nn.Module, weights: list[Tensor]) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
             if any(parameter is weight for weight in weights):
                 setattr(module, name, nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad))
-
-
-def _parameter_names(model: nn.Module, layer: PipelineLayer) -> list[str]:
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    return [name for name in names if any(is_within(name, other) for other in layer.modules)]
-
-
-def _parent_module(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, last = name.rpartition(".")
-    return model.get_submodule(path), last
 
 
 def _min_time(work: Callable[[], object], device: torch.device, repeats: int) -> float:

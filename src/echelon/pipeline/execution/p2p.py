@@ -101,25 +101,22 @@ class PendingReceive:
         """Post the receive of the header, or of the tensors if their shapes are known."""
         if self._works:
             return
-        self.spec = self._p2p.spec(self._channel, self._shape_key)
+        self.spec = self._p2p.specs.get((self._channel, self._shape_key))
         if self.spec is None:
             self._header = torch.empty(HEADER_SIZE, dtype=torch.int64, device=self._p2p.device)
-            self._works = [self._irecv(self._header)]
+            self._works = [self._p2p.irecv(self._header, self._sender, self._channel)]
         else:
             self.tensors = self.spec.allocate(self._p2p.device)
-            self._works = [self._irecv(tensor) for tensor in self.tensors]
+            self._works = [self._p2p.irecv(tensor, self._sender, self._channel) for tensor in self.tensors]
 
     def wait(self) -> None:
         self.start()
         for work in self._works:
             work.wait()
         if self._header is not None:
-            self._p2p.remember_spec(self._channel, self._shape_key, TransferSpec.decode(self._header))
+            self._p2p.specs[self._channel, self._shape_key] = TransferSpec.decode(self._header)
             self._header, self._works = None, []
             self.wait()
-
-    def _irecv(self, tensor: Tensor) -> RecordedWork:
-        return self._p2p.irecv(tensor, self._sender, self._channel)
 
 
 class P2PChannels:
@@ -132,24 +129,19 @@ class P2PChannels:
         _next_tag[axis.group] = self._first_tag + channels
         self._groups = [axis.group if device.type == "cpu" else axis.new_process_group() for _ in range(channels)]
         self._sequences = [axis.recorder.new_sequence(axis.ranks, f" channel {channel}") for channel in range(channels)]
-        self._specs: dict[tuple[int, Hashable], TransferSpec] = {}
+        self.specs: dict[tuple[int, Hashable], TransferSpec] = {}
+        """by channel and shape key, from the first transfer on"""
         self._pending: dict[int, deque[PendingReceive]] = {}
         self._sending: list[tuple[RecordedWork, Tensor]] = []
         self._earlier_sends: deque[list[tuple[RecordedWork, Tensor]]] = deque()
-
-    def spec(self, channel: int, shape_key: Hashable) -> TransferSpec | None:
-        return self._specs.get((channel, shape_key))
-
-    def remember_spec(self, channel: int, shape_key: Hashable, spec: TransferSpec) -> None:
-        self._specs[channel, shape_key] = spec
 
     def send(
         self, channel: int, receiver: int, shape_key: Hashable, tensors: Sequence[Tensor], spec: TransferSpec
     ) -> None:
         """Start a send to an index on the axis; `shape_key` is the microbatch's, which the receiver knows too."""
-        known = self.spec(channel, shape_key)
+        known = self.specs.get((channel, shape_key))
         if known is None:
-            self.remember_spec(channel, shape_key, spec)
+            self.specs[channel, shape_key] = spec
             self._isend(spec.encode().to(self.device), receiver, channel)
         elif known != spec:
             raise ValueError(
@@ -202,11 +194,7 @@ class P2PChannels:
         received = ("receive", self.axis.label, tensor) if recorder.on_receive is not None else None
         return RecordedWork(recorder, slot, work, tensor.is_cuda, received)
 
-    def flush(self) -> None:
-        """Wait for all sends."""
-        self.flush_older(0)
-
-    def flush_older(self, windows: int) -> None:
+    def flush(self, windows: int = 0) -> None:
         """Wait for sends before the last `windows` calls: in an endless stream, later ones may not be received yet."""
         self._earlier_sends.append(self._sending)
         self._sending = []

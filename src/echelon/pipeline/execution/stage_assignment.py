@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from torch import nn
 
@@ -34,13 +35,10 @@ class PipelineStages:
 
     def stage_modules(self, rank: int) -> StageModules:
         """The modules that every pp rank holds, and those of this rank's stages."""
-        ranks = range(max(self.split.rank_of_stage) + 1)
+        split, ranks = self.split, range(max(self.split.rank_of_stage) + 1)
+        of_rank = [[self._module_names(stage) for stage in split.stages_on(pp_rank)] for pp_rank in ranks]
         return StageModules(
-            by_pp_rank=tuple(
-                frozenset(name for stage in self.split.stages_on(other) for name in self._module_names(stage))
-                for other in ranks
-            ),
-            by_stage=tuple(self._module_names(stage) for stage in self.split.stages_on(rank)),
+            by_pp_rank=tuple(frozenset(chain.from_iterable(names)) for names in of_rank), by_stage=tuple(of_rank[rank])
         )
 
     def _module_names(self, stage: int) -> tuple[str, ...]:
@@ -107,13 +105,11 @@ def peak_in_flight(schedule: Schedule, rank: int, layout: Layout) -> tuple[tuple
             moments.add(tuple(-(-slices_in_flight[stage] // schedule.slices) for stage in stages))
         elif action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD):
             slices_in_flight[action.stage] -= 1
-    return tuple(
-        sorted(
-            one
-            for one in moments
-            if not any(other != one and all(a <= b for a, b in zip(one, other, strict=True)) for other in moments)
-        )
-    )
+
+    def is_exceeded(moment: tuple[int, ...], other: tuple[int, ...]) -> bool:
+        return other != moment and all(a <= b for a, b in zip(moment, other, strict=True))
+
+    return tuple(sorted(m for m in moments if not any(is_exceeded(m, other) for other in moments)))
 
 
 def _list_names(names: Iterable[str]) -> str:

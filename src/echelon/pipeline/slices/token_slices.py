@@ -87,11 +87,8 @@ class SliceState:
         pairs = []
         for cache in self.kv_caches:
             saved = cache.slices[m, slice_index]
-            pairs += [
-                (output, leaf.grad)
-                for output, leaf in zip(saved.outputs, saved.leaves, strict=True)
-                if leaf.grad is not None
-            ]
+            both = zip(saved.outputs, saved.leaves, strict=True)
+            pairs += [(output, leaf.grad) for output, leaf in both if leaf.grad is not None]
         return pairs
 
     def release(self, m: int, slice_index: int) -> None:
@@ -118,10 +115,9 @@ def slice_time_model(model: object) -> Callable[[int, int], float]:
     share = 0.0
     if isinstance(config, ModelConfig):
         # Per token: 2 FLOPs per parameter of the block, and 4 x width for each token that it attends to.
-        parameters = (
-            2 * config.width * (config.width + config.kv_heads * config.head_dim) + 3 * config.width * config.ffn
-        )
-        share = 4 * config.width / (2 * parameters)
+        width, kv_width = config.width, config.kv_heads * config.head_dim
+        parameters = 2 * width * (width + kv_width) + 3 * width * config.ffn
+        share = 4 * width / (2 * parameters)
     return lambda tokens, before: OVERHEAD_TOKENS + tokens * (1 + share * (before + (tokens + 1) / 2))
 
 
@@ -146,14 +142,8 @@ def slice_microbatch(microbatch: MicrobatchInputs, lengths: tuple[int, ...]) -> 
     slices, start = [], 0
     for index, size in enumerate(lengths):
         inputs: Mapping[str, Tensor] = {key: value[:, start : start + size] for key, value in microbatch.inputs.items()}
-        slices.append(
-            MicrobatchInputs(
-                inputs,
-                microbatch.samples,
-                full_inputs=microbatch.inputs,
-                slice_index=index,
-                span=(start, start + size, sum(lengths)),
-            )
-        )
+        span = (start, start + size, sum(lengths))
+        full = microbatch.inputs
+        slices.append(MicrobatchInputs(inputs, microbatch.samples, full_inputs=full, slice_index=index, span=span))
         start += size
     return slices
