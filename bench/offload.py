@@ -30,7 +30,7 @@ from echelon.layout import Layout
 from echelon.memory.offload import cost as offload_cost
 from echelon.memory.offload.host_transfer import DOWN, UP, HostLink
 from echelon.models import model_config
-from echelon.models.lm_head import check_loss_output
+from echelon.models.layers import check_loss_output
 from echelon.models.model_config import ModelConfig
 from echelon.optim import cost
 from echelon.optim.torch_rules import build_torch_optimizer

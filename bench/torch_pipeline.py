@@ -28,7 +28,7 @@ from torch.distributed.pipelining import (
 
 from echelon import models
 from echelon.layout import Layout
-from echelon.models.lm_head import loss_sum
+from echelon.models.layers import loss_sum
 from echelon.models.pipeline_model import PipelineLayer, PipelineModel
 from echelon.parallel.parallel_options import ParallelOptions
 from echelon.pipeline.execution.runtime import MicrobatchInputs

@@ -14,7 +14,7 @@ from typing import Any
 from echelon.models import model_config
 from echelon.models.hf.param_names import hf_model_type, param_mappings
 from echelon.models.model_config import ModelConfig
-from echelon.moe import GATES, build_gate
+from echelon.moe import GATES, build_gate, gate_class
 
 Table = tuple[Sequence[str], Iterable[Sequence[str]]]
 """head and rows"""
@@ -95,7 +95,7 @@ def _gates() -> Iterator[tuple[str, ...]]:
     for name, (paper, rule, loss) in DESCRIPTIONS.items():
         known = {
             key: given.default
-            for key, given in inspect.signature(GATES[name]).parameters.items()
+            for key, given in inspect.signature(gate_class(name)).parameters.items()
             if given.kind is given.KEYWORD_ONLY
         }
         gate = build_gate(name, 8, EXPERTS, K.get(name, 2))

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from echelon import rng
 from echelon.models import ModelConfig, build, find_model, init_weights
 from echelon.models.attention import AttentionContext
-from echelon.models.lm_head import loss_sum
+from echelon.models.layers import loss_sum
 
 FAMILIES = ["gpt-tiny", "llama-tiny"]
 

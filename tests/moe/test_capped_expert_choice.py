@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from echelon.moe.gates.balanced_assignment import dual_prices, solve_shift
-from echelon.moe.gates.capped_expert_choice import CappedExpertChoice
+from echelon.moe.gates.expert_choice import CappedExpertChoice
 from tests.moe.reference import Array, Dense, accounted, best, dense, gate, same, softmax, tokens
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from echelon.moe.gate_properties import most_square_divisor
-from echelon.moe.gates.hierarchical import Hierarchical
+from echelon.moe.gates.noisy_top_k import Hierarchical
 from tests.moe.reference import Array, Dense, accounted, below, best, cv_squared, gate, same, softmax, softplus, tokens
 
 ROUTERS = ("weight", "noise_weight", "group_weight", "group_noise_weight")

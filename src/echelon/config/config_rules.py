@@ -304,7 +304,7 @@ def _model_rules(config: Config) -> Iterator[KeyedIssue]:
         except ValidationError as error:
             yield from ((("gate",), issue) for issue in error.issues)
             return
-        from echelon.models.moe_block import validate_gate  # imports torch, only for another gate
+        from echelon.models.transformer_block import validate_gate  # imports torch, only for another gate
 
         yield from ((("gate",), issue) for issue in validate_gate(moe))
     if config.seq_len > model_config.override_config(model, seq_len=config.seq_len).max_seq_len:

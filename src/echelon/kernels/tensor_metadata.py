@@ -36,6 +36,11 @@ def attach(x: Tensor, metadata: TensorMetadata) -> Tensor:
     return x
 
 
+def attach_recompute(x: Tensor, recompute: Callable[[], Tensor]) -> Tensor:
+    """Attach a function that recomputes x, whatever its gradient."""
+    return attach(x, TensorMetadata(recompute=lambda _gradient: recompute()))
+
+
 def read(x: Tensor) -> TensorMetadata:
     """Return x's metadata; empty if there is none, or if x changed since (autograd adds gradients up in place)."""
     attached = getattr(x, "echelon_metadata", None)

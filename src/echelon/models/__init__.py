@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from echelon.models.model_config import SIZES, ModelConfig, find_model, reduced_config
 
@@ -40,7 +40,22 @@ def build(
 
 
 def init_weights(model: nn.Module, seed: int) -> None:
-    """Fill an unsharded model that has a method `initial(name)`."""
-    from echelon.models import weight_init
+    """Fill the parameters and buffers of an unsharded model that has a method `initial(name)`.
 
-    weight_init.init_weights(model, seed)
+    The values of a parameter depend on its name: any rank can draw any slice of any parameter. A tied parameter is
+    drawn under its first name.
+    """
+    from torch import nn
+
+    from echelon.moe.gates.gate import Gate
+
+    batch_norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    source: Any = model
+    for name, parameter in model.named_parameters():
+        source.initial(name).fill(parameter, seed, name)
+    for module in model.modules():
+        if isinstance(module, batch_norms):
+            module.reset_running_stats()
+        elif isinstance(module, Gate):
+            for name, buffer in module.named_buffers(recurse=False):
+                module.initial(name).fill(buffer, seed, name)

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from echelon.kernels import tensor_metadata
 from echelon.kernels.attention.rope import Rotation, apply_rotary, split_and_rotate_qkv
 from echelon.kernels.gemm.fused_linear import project
-from echelon.kernels.tensor_metadata import TensorMetadata
 from echelon.models.attention_config import RopeScaling
 from echelon.models.layers import Linear, RMSNorm, can_fuse_gemm, project_all
+from echelon.models.model_config import ModelConfig
 
 
 def document_positions(tokens: Tensor, documents: Tensor | None) -> Tensor:
@@ -85,9 +85,9 @@ class AttentionContext:
 
     def slice_tokens(self, start: int, stop: int) -> AttentionContext:
         """The context of tokens start .. stop - 1, which attend to all earlier tokens too."""
-        turn = (self.rope[0][:, start:stop], self.rope[1][:, start:stop]) if self.rope is not None else None
+        rope = (self.rope[0][:, start:stop], self.rope[1][:, start:stop]) if self.rope is not None else None
         documents = self.documents[:, :stop] if self.documents is not None else None
-        return AttentionContext(self.positions[:, start:stop], documents, self.causal, turn, start)
+        return AttentionContext(self.positions[:, start:stop], documents, self.causal, rope, start)
 
     def select_sequences(self, rows: slice | Tensor) -> AttentionContext:
         """The context of some of the sequences."""
@@ -95,9 +95,9 @@ class AttentionContext:
         def select(x: Tensor) -> Tensor:
             return x if len(x) == 1 else x[rows]
 
-        turn = (select(self.rope[0]), select(self.rope[1])) if self.rope is not None else None
+        rope = (select(self.rope[0]), select(self.rope[1])) if self.rope is not None else None
         documents = select(self.documents) if self.documents is not None else None
-        return AttentionContext(select(self.positions), documents, self.causal, turn, self.offset)
+        return AttentionContext(select(self.positions), documents, self.causal, rope, self.offset)
 
 
 class AttentionBackend(Protocol):
@@ -173,52 +173,39 @@ class Attention(nn.Module):
     fuses_rope = True
     """only RoPE is between projections and core: a kernel may rotate the output of the fused GEMM in place"""
 
-    def __init__(
-        self,
-        width: int,
-        heads: int,
-        kv_heads: int,
-        *,
-        head_dim: int = 0,
-        bias: bool,
-        out_bias: bool = False,
-        dropout: float,
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, bias: bool, out_bias: bool = False) -> None:
         """`bias`: of the q, k and v projections; `out_bias`: of the output projection."""
         super().__init__()
-        self.head_dim = head_dim or width // heads
-        self.q = Linear(width, heads * self.head_dim, bias=bias)
-        self.k = Linear(width, kv_heads * self.head_dim, bias=bias)
-        self.v = Linear(width, kv_heads * self.head_dim, bias=bias)
-        self.core = CoreAttention(dropout)
-        self.o = Linear(heads * self.head_dim, width, bias=out_bias)
+        self.head_dim = config.head_dim
+        queries, keys = config.heads * self.head_dim, config.kv_heads * self.head_dim
+        self.q = Linear(config.width, queries, bias=bias)
+        self.k = Linear(config.width, keys, bias=bias)
+        self.v = Linear(config.width, keys, bias=bias)
+        self.core = CoreAttention(config.dropout)
+        self.o = Linear(queries, config.width, bias=out_bias)
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         y = self._attend(x, context).transpose(1, 2).flatten(2)
-        if self.recompute_output:
-            saved = y.detach()
-            tensor_metadata.attach(y, TensorMetadata(recompute=lambda _gradient: saved))
-        out: Tensor = self.o(y)
-        return out
+        return project_output(self.o, y, recompute=self.recompute_output)
 
     def _attend(self, x: Tensor, context: AttentionContext) -> Tensor:
         projections = (self.q, self.k, self.v)
         if self.fuses_rope and context.rope is not None and can_fuse_gemm(x, *projections):
             heads, kv_heads = (len(layer.weight) // self.head_dim for layer in projections[:2])
-            out: Tensor = self.core(
-                *split_and_rotate_qkv(project(x, *projections), context.rope, heads, kv_heads), context
-            )
+            q, k, v = split_and_rotate_qkv(project(x, *projections), context.rope, heads, kv_heads)
+            out: Tensor = self.core(q, k, v, context)
         else:
             out = self.core(*project_all(x, *projections), context, self._prepare)
         return out
 
     def _prepare(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> QKV:
-        """Split the outputs of the projections into heads and rotate them."""
-        q, k, v = (self._split_heads(y) for y in (q, k, v))
+        """Split the outputs of the projections into heads, and normalise and rotate them."""
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
+        q, k, v = (y.transpose(1, 2) for y in (*self._normalise(q, k), v))
         return (q, k, v) if context.rope is None else (apply_rotary(q, context.rope), apply_rotary(k, context.rope), v)
 
-    def _split_heads(self, x: Tensor) -> Tensor:
-        return x.view(x.shape[0], x.shape[1], -1, self.head_dim).transpose(1, 2)
+    def _normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return q, k
 
 
 class QKNormAttention(Attention):
@@ -226,21 +213,18 @@ class QKNormAttention(Attention):
 
     fuses_rope = False
 
-    def __init__(
-        self,
-        width: int,
-        heads: int,
-        kv_heads: int,
-        *,
-        head_dim: int,
-        bias: bool = False,
-        epsilon: float,
-        dropout: float,
-    ) -> None:
-        super().__init__(width, heads, kv_heads, head_dim=head_dim, bias=bias, dropout=dropout)
-        self.q_norm, self.k_norm = RMSNorm(head_dim, epsilon), RMSNorm(head_dim, epsilon)
+    def __init__(self, config: ModelConfig, *, bias: bool) -> None:
+        super().__init__(config, bias=bias)
+        self.q_norm, self.k_norm = (RMSNorm(self.head_dim, config.epsilon) for _ in range(2))
 
-    def _prepare(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> QKV:
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
-        q, k, v = (y.transpose(1, 2) for y in (self.q_norm(q), self.k_norm(k), v))
-        return (q, k, v) if context.rope is None else (apply_rotary(q, context.rope), apply_rotary(k, context.rope), v)
+    def _normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return self.q_norm(q), self.k_norm(k)
+
+
+def project_output(projection: nn.Module, y: Tensor, *, recompute: bool) -> Tensor:
+    """Apply the output projection; with `recompute` it reads y in backward from what the core saved."""
+    if recompute:
+        saved = y.detach()
+        tensor_metadata.attach_recompute(y, lambda: saved)
+    out: Tensor = projection(y)
+    return out

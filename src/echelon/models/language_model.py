@@ -1,43 +1,32 @@
 """The base class of GPT and Llama: loss contract, logits, tied embedding, weight initialisation, pipeline layers."""
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from echelon.kernels.attention.rope import Rotation
 from echelon.models.attention import AttentionContext, document_positions
-from echelon.models.lm_head import LMHead
+from echelon.models.layers import LMHead
 from echelon.models.model_config import IGNORE_INDEX, ModelConfig
 from echelon.models.pipeline_model import PipelineLayer, PipelineModel
-from echelon.models.weight_init import transformer_init
+from echelon.models.transformer_block import HiddenStates, run_block, split_hidden
 from echelon.moe.gates.gate import Gate
-from echelon.rng import Init
+from echelon.rng import ONES, ZEROS, Init, normal_init
 
-HiddenStates = Tensor | tuple[Tensor, Tensor]
-"""output of a block: [B, T, width], and after the first MoE layer the sum of each sequence's balance losses, [B]"""
+INIT_STD = 0.02
+
+MATRICES = ("embed", "positions", "head", "q", "k", "v", "kv", "q_down", "kv_down", "gate", "up")
+NORMS = ("norm", "norm1", "norm2", "q_norm", "k_norm", "kv_norm")
+RESIDUAL = ("o", "down")
 
 
 class SliceableTensor(Protocol):
     """A tensor on disk whose slices can be read."""
 
     def __getitem__(self, part: Any) -> Tensor: ...
-
-
-def split_hidden(hidden: HiddenStates) -> tuple[Tensor, Tensor | None]:
-    return (hidden, None) if isinstance(hidden, Tensor) else hidden
-
-
-def run_block(block: nn.Module, hidden: HiddenStates, context: AttentionContext) -> HiddenStates:
-    """Run a dense or MoE block, and add the balance losses of an MoE block to those before it."""
-    x, total = split_hidden(hidden)
-    out: HiddenStates = block(x, context)
-    x, losses = split_hidden(out)
-    if total is None or losses is None:
-        total = losses if total is None else total
-    else:
-        total = total + losses
-    return x if total is None else (x, total)
 
 
 class LanguageModel(nn.Module):
@@ -106,14 +95,13 @@ class LanguageModel(nn.Module):
     def attention_context(
         self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None
     ) -> AttentionContext:
-        """Positions and attention mask of a batch."""
-        positions = self.token_positions(tokens, documents) if positions is None else positions
-        return AttentionContext(positions, documents, self.config.causal)
+        """Positions, attention mask and RoPE angles of a batch."""
+        positions = document_positions(tokens, documents) if positions is None else positions
+        return AttentionContext(positions, documents, self.config.causal, self.rope(positions))
 
-    @staticmethod
-    def token_positions(tokens: Tensor, documents: Tensor | None) -> Tensor:
-        """[1 or B, T]: position of each token in its document."""
-        return document_positions(tokens, documents)
+    def rope(self, positions: Tensor) -> Rotation | None:
+        """RoPE angles of the positions; none: the embedding has the positions."""
+        return None
 
     # -- pipeline layers ----------------------------------------------------------------------------------------------
 
@@ -166,3 +154,21 @@ class LanguageModel(nn.Module):
         except AttributeError:
             module = None  # transformer_init raises
         return module.initial(attribute) if isinstance(module, Gate) else transformer_init(name, self.config.layers)
+
+
+def transformer_init(name: str, layers: int) -> Init:
+    """GPT-2's rule: normal with std 0.02, less for projections into the residual stream, norms 1, biases 0."""
+    owner, _, attribute = name.rpartition(".")
+    module = owner.rpartition(".")[2]
+    if attribute == "bias":
+        return ZEROS
+    if module == "experts":
+        return normal_init(INIT_STD / math.sqrt(2 * layers) if attribute == "down" else INIT_STD)
+    if module in NORMS:
+        return ONES
+    if module in RESIDUAL:
+        # Each block adds two projections to the residual stream; the variance of their sum stays that of one.
+        return normal_init(INIT_STD / math.sqrt(2 * layers))
+    if module in MATRICES:
+        return normal_init(INIT_STD)
+    raise ValueError(f"unknown initialisation of a parameter ({name}); add its module to models/language_model.py")

@@ -1,9 +1,8 @@
 """Llama: pre-RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases."""
 
-from dataclasses import replace
-
 from torch import Tensor, nn
 
+from echelon.kernels.attention.rope import Rotation
 from echelon.kernels.gemm.fused_linear import project
 from echelon.kernels.layers.swiglu import silu_mul, swiglu
 from echelon.models.attention import Attention, AttentionContext, QKNormAttention, rope_angles
@@ -11,8 +10,7 @@ from echelon.models.language_model import LanguageModel
 from echelon.models.layers import Linear, ResidualRMSNorm, RMSNorm, can_fuse_gemm, project_all
 from echelon.models.mla import LatentAttention
 from echelon.models.model_config import ModelConfig
-from echelon.models.moe_block import build_blocks, build_moe_layer
-from echelon.models.moe_config import MoEConfig
+from echelon.models.transformer_block import TransformerBlock
 
 
 class LlamaMLP(nn.Module):
@@ -36,65 +34,28 @@ class LlamaMLP(nn.Module):
         return out
 
 
-def build_attention(config: ModelConfig) -> nn.Module:
-    """The attention module of a configuration: MLA, with QK norm, or grouped-query."""
-    width, heads, kv_heads, dropout = config.width, config.heads, config.kv_heads, config.dropout
-    if config.mla is not None:
-        return LatentAttention(width, heads, config.mla, epsilon=config.epsilon, dropout=dropout)
-    if config.qk_norm:
-        return QKNormAttention(
-            width,
-            heads,
-            kv_heads,
-            head_dim=config.head_dim,
-            bias=config.qkv_bias,
-            epsilon=config.epsilon,
-            dropout=dropout,
-        )
-    return Attention(width, heads, kv_heads, head_dim=config.head_dim, bias=config.qkv_bias, dropout=dropout)
+class LlamaBlock(TransformerBlock):
+    mlp_class, norm_class = LlamaMLP, ResidualRMSNorm
 
+    def build_attention(self, config: ModelConfig) -> nn.Module:
+        """MLA, with QK norm, or grouped-query."""
+        if config.mla is not None:
+            return LatentAttention(
+                config.width, config.heads, config.mla, epsilon=config.epsilon, dropout=config.dropout
+            )
+        return (QKNormAttention if config.qk_norm else Attention)(config, bias=config.qkv_bias)
 
-class LlamaBlock(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.norm1 = ResidualRMSNorm(config.width, config.epsilon)
-        self.attn = build_attention(config)
-        self.drop1 = nn.Dropout(config.dropout)
-        self.norm2 = ResidualRMSNorm(config.width, config.epsilon)
-        self.mlp: nn.Module = LlamaMLP(config.width, config.ffn)
-        self.drop2 = nn.Dropout(config.dropout)
-
-    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
-        x, h = self._attend(x, context)
-        out: Tensor = x + self.drop2(self.mlp(h))
-        return out
-
-    def _attend(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:
-        """The residual stream after attention, and its norm."""
+    def attend(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:
         x, h = self.norm1(x)
         x, h = self.norm2(x, self.drop1(self.attn(h, context)))
         return x, h
-
-
-class LlamaMoEBlock(LlamaBlock):
-    """A block with an MoE layer. It also returns the balance losses [B]."""
-
-    def __init__(self, config: ModelConfig, moe: MoEConfig) -> None:
-        super().__init__(config)
-        shared = LlamaMLP(config.width, moe.shared_ffn) if moe.shared_ffn else None
-        self.mlp = build_moe_layer(config, moe, shared)
-
-    def forward(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        x, h = self._attend(x, context)
-        y, losses = self.mlp(h)
-        return x + self.drop2(y), losses
 
 
 class Llama(LanguageModel):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.drop = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(build_blocks(config, LlamaBlock, LlamaMoEBlock))
+        self.blocks = nn.ModuleList(LlamaBlock(config, layer) for layer in range(config.layers))
         self.norm = RMSNorm(config.width, config.epsilon)
         self.add_head()
 
@@ -102,10 +63,6 @@ class Llama(LanguageModel):
         x: Tensor = self.drop(self.embed(tokens))
         return x
 
-    def attention_context(
-        self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None
-    ) -> AttentionContext:
-        context = super().attention_context(tokens, documents, positions)
+    def rope(self, positions: Tensor) -> Rotation:
         config, dtype = self.config, next(self.parameters()).dtype
-        rope = rope_angles(context.positions, config.rope_dim, config.theta, dtype, config.rope_scaling)
-        return replace(context, rope=rope)
+        return rope_angles(positions, config.rope_dim, config.theta, dtype, config.rope_scaling)

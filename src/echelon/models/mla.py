@@ -21,10 +21,8 @@ pairs (2i, 2i + 1): hf/param_names.py reorders the rows of `q` and `kv_down` tha
 import torch
 from torch import Tensor, nn
 
-from echelon.kernels import tensor_metadata
 from echelon.kernels.attention.rope import apply_rotary
-from echelon.kernels.tensor_metadata import TensorMetadata
-from echelon.models.attention import QKV, AttentionContext, CoreAttention
+from echelon.models.attention import QKV, AttentionContext, CoreAttention, project_output
 from echelon.models.attention_config import MLAConfig
 from echelon.models.layers import Linear, RMSNorm, project_all
 
@@ -80,12 +78,7 @@ class LatentAttention(nn.Module):
         self.o = Linear(heads * config.value_dim, width, bias=False)
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
-        y = self.heads(self._compress(x), context)
-        if self.recompute_output:
-            saved = y.detach()
-            tensor_metadata.attach(y, TensorMetadata(recompute=lambda _gradient: saved))
-        out: Tensor = self.o(y)
-        return out
+        return project_output(self.o, self.heads(self._compress(x), context), recompute=self.recompute_output)
 
     def _compress(self, x: Tensor) -> Tensor:
         """[B, T, ...]: the latents of queries, of keys and values, and the rotated part of the keys."""

@@ -70,7 +70,7 @@ class ModelConfig:
     """RoPE scaling for longer sequences than those of pre-training (llama)."""
 
     def __post_init__(self) -> None:
-        errors = []
+        errors, heads, kv_heads, side = [], self.heads, self.kv_heads, self.max_seq_len
         if self.family not in FAMILIES:
             errors.append(f"family is not one of {', '.join(FAMILIES)} (family={self.family}); use one of them")
         for field in ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "max_seq_len"):
@@ -82,25 +82,19 @@ class ModelConfig:
                 errors.append(f"{field} is an option of the llama family (family={self.family}); leave it out")
             elif given and field != "mla" and self.mla:
                 errors.append(f"{field} is incompatible with latent attention ({field}={given}); leave it out")
-        if self.mla and self.heads != self.kv_heads:
-            errors.append(
-                f"latent attention requires kv_heads = heads (heads={self.heads}, kv_heads={self.kv_heads}); "
-                "make them equal"
-            )
+        if self.mla and heads != kv_heads:
+            values = f"heads={heads}, kv_heads={kv_heads}"
+            errors.append(f"latent attention requires kv_heads = heads ({values}); make them equal")
         if not 0 <= self.dropout < 1:
             errors.append(f"dropout is not in [0, 1) (dropout={self.dropout}); use 0 to switch it off")
-        if not errors and self.width % self.heads and not (self.mla or self.explicit_head_dim):
-            errors.append(f"heads do not divide the width (width={self.width}, heads={self.heads}); change one of them")
+        if not errors and self.width % heads and not (self.mla or self.explicit_head_dim):
+            errors.append(f"heads do not divide the width (width={self.width}, heads={heads}); change one of them")
         elif not errors and self.family == "llama" and self.head_dim % 2:
             errors.append(f"RoPE requires an even head_dim (head_dim={self.head_dim}); change the heads")
-        if not errors and self.heads % self.kv_heads:
-            errors.append(
-                f"kv_heads do not divide the heads (heads={self.heads}, kv_heads={self.kv_heads}); change one"
-            )
-        if not errors and self.family == "conv" and self.max_seq_len % 2**self.layers:
-            errors.append(
-                f"{self.layers} convolutions cannot halve the image (max_seq_len={self.max_seq_len}); use fewer"
-            )
+        if not errors and heads % kv_heads:
+            errors.append(f"kv_heads do not divide the heads (heads={heads}, kv_heads={kv_heads}); change one")
+        if not errors and self.family == "conv" and side % 2**self.layers:
+            errors.append(f"{self.layers} convolutions cannot halve the image (max_seq_len={side}); use fewer")
         if errors:
             raise ValueError(f"model {self.name!r}: " + "; also ".join(errors))
 
@@ -123,29 +117,16 @@ class ModelConfig:
     def parameters(self) -> int:
         """Unique parameters, exactly."""
         if self.family == "conv":
-            return (
-                sum(KERNEL_WEIGHTS * i * o + 2 * o for i, o in self.convolutions)
-                + self._conv_head_parameters
-                + self.vocab
-            )
-        outside = self.vocab * self.width + (0 if self.tied else self.vocab * self.width)
-        experts = 0
+            convolutions = sum(KERNEL_WEIGHTS * i * o + 2 * o for i, o in self.convolutions)
+            return convolutions + self._conv_head_parameters + self.vocab
+        gpt, mlp = self.family == "gpt", self._mlp_parameters(self.ffn)
+        norm = (2 if gpt else 1) * self.width
+        total = (1 if self.tied else 2) * self.vocab * self.width + (self.max_seq_len * self.width if gpt else 0) + norm
+        total += self.layers * (self._attention_parameters + mlp + 2 * norm)
         if self.moe is not None:
             shared = self._mlp_parameters(self.moe.shared_ffn) if self.moe.shared_ffn else 0
-            experts = self.num_moe_layers * (self.moe.parameters(self.width) + shared - self._mlp_parameters(self.ffn))
-        if self.family == "gpt":
-            outside += self.max_seq_len * self.width + 2 * self.width
-            return (
-                outside
-                + self.layers * (self._attention_parameters + self._mlp_parameters(self.ffn) + 4 * self.width)
-                + experts
-            )
-        return (
-            outside
-            + self.layers * (self._attention_parameters + self._mlp_parameters(self.ffn) + 2 * self.width)
-            + self.width
-            + experts
-        )
+            total += self.num_moe_layers * (self.moe.parameters(self.width) + shared - mlp)
+        return total
 
     @property
     def num_moe_layers(self) -> int:
@@ -243,21 +224,6 @@ class ModelConfig:
         return 3 * self.width * ffn
 
 
-def _gpt(name: str, layers: int, width: int, heads: int, *, vocab: int = 50257, seq: int = 1024) -> ModelConfig:
-    return ModelConfig(
-        name=name,
-        family="gpt",
-        layers=layers,
-        width=width,
-        heads=heads,
-        kv_heads=heads,
-        ffn=4 * width,
-        vocab=vocab,
-        max_seq_len=seq,
-        tied=True,
-    )
-
-
 def _llama(
     name: str, layers: int, width: int, heads: int, kv_heads: int, ffn: int, *, vocab: int = 128256, seq: int = 8192
 ) -> ModelConfig:
@@ -274,60 +240,59 @@ def _llama(
     )
 
 
-_DEEPSEEK = MLAConfig(query_rank=1536, kv_rank=512, rope_dim=64, nope_dim=128, value_dim=128)
+def _gpt(name: str, layers: int, width: int, heads: int, *, vocab: int = 50257, seq: int = 1024) -> ModelConfig:
+    return replace(_llama(name, layers, width, heads, heads, 4 * width, vocab=vocab, seq=seq), family="gpt", tied=True)
+
+
+def _tiny_llama(name: str, kv_heads: int = 2) -> ModelConfig:
+    return _llama(name, 4, 64, 4, kv_heads, 176, vocab=257, seq=256)
+
+
+def _tiny_gpt(name: str) -> ModelConfig:
+    return _gpt(name, 4, 64, 4, vocab=257, seq=256)
+
+
+def _switch(experts: int, ffn: int) -> MoEConfig:
+    return MoEConfig(experts=experts, k=1, ffn=ffn, gate="switch", activation="relu", every=2)
+
+
+def _deepseek(
+    config: ModelConfig, mla: MLAConfig, moe: MoEConfig, groups: tuple[int, int], scale: float
+) -> ModelConfig:
+    """`groups` of experts, and how many of them a token may choose."""
+    options = (("num_groups", groups[0]), ("group_limit", groups[1]), ("scale", scale))
+    return replace(config, mla=mla, moe=replace(moe, options=options), theta=1e4, epsilon=1e-6)
+
+
+_DEEPSEEK_MLA = MLAConfig(query_rank=1536, kv_rank=512, rope_dim=64, nope_dim=128, value_dim=128)
 
 _TABLE = (
-    _gpt("gpt-tiny", 4, 64, 4, vocab=257, seq=256),
+    _tiny_gpt("gpt-tiny"),
     _gpt("gpt2-124m", 12, 768, 12),
     _gpt("gpt2-350m", 24, 1024, 16),
     _gpt("gpt2-774m", 36, 1280, 20),
     _gpt("gpt2-1.5b", 48, 1600, 25),
     _gpt("gpt3-175b", 96, 12288, 96, seq=2048),
-    _llama("llama-tiny", 4, 64, 4, 2, 176, vocab=257, seq=256),
+    _tiny_llama("llama-tiny"),
     _llama("llama-1b", 16, 2048, 32, 8, 8192),
     _llama("llama-3b", 28, 3072, 24, 8, 8192),
     _llama("llama-8b", 32, 4096, 32, 8, 14336),
     _llama("llama-70b", 80, 8192, 64, 8, 28672),
     _llama("llama-405b", 126, 16384, 128, 8, 53248),
-    replace(
-        _llama("moe-tiny", 4, 64, 4, 2, 176, vocab=257, seq=256),
-        moe=MoEConfig(experts=8, k=2, ffn=88, gate="mixtral"),
-    ),
-    replace(
-        _gpt("switch-tiny", 4, 64, 4, vocab=257, seq=256),
-        moe=MoEConfig(experts=8, k=1, ffn=256, gate="switch", activation="relu", every=2),
-    ),
-    replace(
-        _gpt("gshard-tiny", 4, 64, 4, vocab=257, seq=256),
-        # In the paper's order of capacity slots, later tokens could displace earlier ones.
-        moe=MoEConfig(
-            experts=8, k=2, ffn=256, gate="gshard", options=(("order", "tokens"),), activation="relu", every=2
-        ),
-    ),
-    replace(
-        _llama("qwen-moe-tiny", 4, 64, 4, 2, 176, vocab=257, seq=256),
-        moe=MoEConfig(experts=16, k=4, ffn=32, gate="qwen", shared_ffn=64),
-    ),
-    replace(
-        _llama("deepseek-tiny", 4, 64, 4, 4, 176, vocab=257, seq=256),
-        mla=MLAConfig(query_rank=32, kv_rank=24, rope_dim=8, nope_dim=16, value_dim=12),
-        moe=MoEConfig(
-            experts=16,
-            k=4,
-            ffn=32,
-            gate="deepseek-v3",
-            options=(("num_groups", 4), ("group_limit", 2), ("scale", 2.5)),
-            shared_ffn=32,
-            dense_layers=1,
-        ),
-        theta=1e4,
-        epsilon=1e-6,
+    replace(_tiny_llama("moe-tiny"), moe=MoEConfig(experts=8, k=2, ffn=88, gate="mixtral")),
+    replace(_tiny_gpt("switch-tiny"), moe=_switch(8, 256)),
+    # In the paper's order of capacity slots, later tokens could displace earlier ones.
+    replace(_tiny_gpt("gshard-tiny"), moe=replace(_switch(8, 256), k=2, gate="gshard", options=(("order", "tokens"),))),
+    replace(_tiny_llama("qwen-moe-tiny"), moe=MoEConfig(experts=16, k=4, ffn=32, gate="qwen", shared_ffn=64)),
+    _deepseek(
+        _tiny_llama("deepseek-tiny", 4),
+        MLAConfig(query_rank=32, kv_rank=24, rope_dim=8, nope_dim=16, value_dim=12),
+        MoEConfig(experts=16, k=4, ffn=32, gate="deepseek-v3", shared_ffn=32, dense_layers=1),
+        groups=(4, 2),
+        scale=2.5,
     ),
     # The published switch-base-8 has T5's encoder and decoder; this is a decoder alone, of GPT's blocks of its size.
-    replace(
-        _gpt("switch-base-8", 12, 768, 12, vocab=32128, seq=512),
-        moe=MoEConfig(experts=8, k=1, ffn=3072, gate="switch", activation="relu", every=2),
-    ),
+    replace(_gpt("switch-base-8", 12, 768, 12, vocab=32128, seq=512), moe=_switch(8, 3072)),
     replace(
         _llama("mixtral-8x7b", 32, 4096, 32, 8, 14336, vocab=32000, seq=32768),
         moe=MoEConfig(experts=8, k=2, ffn=14336, gate="mixtral", options=(("balance", 0.02 / 32),)),
@@ -342,36 +307,20 @@ _TABLE = (
         epsilon=1e-6,
     ),
     # DeepSeek extended its context by YaRN after training with these angles.
-    replace(
+    _deepseek(
         _llama("deepseek-v2", 60, 5120, 128, 128, 12288, vocab=102400, seq=163840),
-        mla=_DEEPSEEK,
-        moe=MoEConfig(
-            experts=160,
-            k=6,
-            ffn=1536,
-            gate="deepseek-v2",
-            options=(("num_groups", 8), ("group_limit", 3), ("scale", 16.0)),
-            shared_ffn=2 * 1536,
-            dense_layers=1,
-        ),
-        theta=1e4,
-        epsilon=1e-6,
+        _DEEPSEEK_MLA,
+        MoEConfig(experts=160, k=6, ffn=1536, gate="deepseek-v2", shared_ffn=2 * 1536, dense_layers=1),
+        groups=(8, 3),
+        scale=16.0,
     ),
     # Without the multi-token-prediction layer (MTP), as in its published total of 671 billion.
-    replace(
+    _deepseek(
         _llama("deepseek-v3", 61, 7168, 128, 128, 18432, vocab=129280, seq=163840),
-        mla=_DEEPSEEK,
-        moe=MoEConfig(
-            experts=256,
-            k=8,
-            ffn=2048,
-            gate="deepseek-v3",
-            options=(("num_groups", 8), ("group_limit", 4), ("scale", 2.5)),
-            shared_ffn=2048,
-            dense_layers=3,
-        ),
-        theta=1e4,
-        epsilon=1e-6,
+        _DEEPSEEK_MLA,
+        MoEConfig(experts=256, k=8, ffn=2048, gate="deepseek-v3", shared_ffn=2048, dense_layers=3),
+        groups=(8, 4),
+        scale=2.5,
     ),
     ModelConfig(name="conv-tiny", family="conv", layers=3, width=8, vocab=10, max_seq_len=16),
 )
@@ -387,10 +336,8 @@ def find_model(name: str) -> ModelConfig:
 
     if model_dir.is_model_dir(name):
         return model_dir.read_model_dir(Path(name)).config
-    message, hint = "is an unknown model size", did_you_mean(name, SIZES)
-    raise ValidationError(
-        [ValidationIssue(key="model", value=name, message=message, legal=", ".join(SIZES), hint=hint)]
-    )
+    message, legal, hint = "is an unknown model size", ", ".join(SIZES), did_you_mean(name, SIZES)
+    raise ValidationError([ValidationIssue(key="model", value=name, message=message, legal=legal, hint=hint)])
 
 
 def override_config(

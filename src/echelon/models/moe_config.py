@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from echelon.layout.validation_error import ValidationError, ValidationIssue, did_you_mean
-from echelon.moe import GATES, gate_properties
+from echelon.layout.validation_error import ValidationError, ValidationIssue
+from echelon.moe import GATES, gate_properties, unknown_gate
 
-GateOptions = tuple[tuple[str, float | int | str | bool], ...]
+GateOption = float | int | str | bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class MoEConfig:
     """Hidden size of one expert."""
     gate: str
     """The gate's name (echelon.moe.GATES)."""
-    options: GateOptions = ()
+    options: tuple[tuple[str, GateOption], ...] = ()
     """Options of the gate, by name."""
     shared_ffn: int = 0
     """Hidden size of the shared expert; 0: none."""
@@ -86,9 +86,6 @@ class MoEConfig:
         return gate_properties.num_router_rows(self.gate, self.experts, dict(self.options)) * width
 
 
-GateOption = float | int | str | bool
-
-
 def override_gate(moe: MoEConfig, text: str) -> MoEConfig:
     """The configuration with another gate, such as `switch,capacity_factor=1.5`.
 
@@ -104,8 +101,7 @@ def override_gate(moe: MoEConfig, text: str) -> MoEConfig:
             errors.append(ValidationIssue(key="gate", value=part, message="is not option=value"))
         options[key] = _parse_option(value)
     if name not in GATES:
-        message, hint = "is an unknown gate", did_you_mean(name, GATES)
-        errors.append(ValidationIssue(key="gate", value=name, message=message, legal=", ".join(GATES), hint=hint))
+        errors.append(unknown_gate(name))
     k = options.pop("k", {"switch": 1, "gshard": 2}.get(name, moe.k))
     if not isinstance(k, int | float) or isinstance(k, bool):
         raise ValidationError([*errors, ValidationIssue(key="gate", value=f"k={k}", message="is not a number")])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -13,42 +13,35 @@ from echelon.layout.validation_error import ValidationError, ValidationIssue, di
 if TYPE_CHECKING:
     from echelon.moe.gates.gate import Gate
 
-__all__ = ["GATES", "build_gate"]
+__all__ = ["GATES", "build_gate", "gate_class"]
 
 
-class _LazyGates(Mapping[str, "type[Gate]"]):
-    """Gate classes by name, imported on first use."""
-
-    def __init__(self, modules: Mapping[str, tuple[str, str]]) -> None:
-        self._modules = modules
-
-    def __getitem__(self, name: str) -> type[Gate]:
-        module, class_name = self._modules[name]
-        gate: type[Gate] = getattr(import_module(f"echelon.moe.gates.{module}"), class_name)
-        return gate
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._modules)
-
-    def __len__(self) -> int:
-        return len(self._modules)
+GATES: Mapping[str, tuple[str, str]] = {
+    "noisy-top-k": ("noisy_top_k", "NoisyTopK"),
+    "hierarchical": ("noisy_top_k", "Hierarchical"),
+    "gshard": ("gshard", "GShard"),
+    "switch": ("switch", "Switch"),
+    "expert-choice": ("expert_choice", "ExpertChoice"),
+    "expert-choice-capped": ("expert_choice", "CappedExpertChoice"),
+    "mixtral": ("top_k", "Mixtral"),
+    "qwen": ("top_k", "Qwen"),
+    "loss-free": ("loss_free", "LossFree"),
+    "deepseek-v2": ("deepseek_v2", "DeepSeekV2"),
+    "deepseek-v3": ("deepseek_v3", "DeepSeekV3"),
+}
+"""module and class by name"""
 
 
-GATES: Mapping[str, type[Gate]] = _LazyGates(
-    {
-        "noisy-top-k": ("noisy_top_k", "NoisyTopK"),
-        "hierarchical": ("hierarchical", "Hierarchical"),
-        "gshard": ("gshard", "GShard"),
-        "switch": ("switch", "Switch"),
-        "expert-choice": ("expert_choice", "ExpertChoice"),
-        "expert-choice-capped": ("capped_expert_choice", "CappedExpertChoice"),
-        "mixtral": ("top_k", "Mixtral"),
-        "qwen": ("top_k", "Qwen"),
-        "loss-free": ("loss_free", "LossFree"),
-        "deepseek-v2": ("deepseek_v2", "DeepSeekV2"),
-        "deepseek-v3": ("deepseek_v3", "DeepSeekV3"),
-    }
-)
+def gate_class(name: str) -> type[Gate]:
+    """The class of a gate, imported on first use."""
+    module, class_name = GATES[name]
+    gate: type[Gate] = getattr(import_module(f"echelon.moe.gates.{module}"), class_name)
+    return gate
+
+
+def unknown_gate(name: str) -> ValidationIssue:
+    message, legal, hint = "is an unknown gate", ", ".join(GATES), did_you_mean(name, GATES)
+    return ValidationIssue(key="gate", value=name, message=message, legal=legal, hint=hint)
 
 
 def build_gate(name: str, width: int, num_experts: int, k: float, *, causal: bool = False, **options: Any) -> Gate:
@@ -58,12 +51,8 @@ def build_gate(name: str, width: int, num_experts: int, k: float, *, causal: boo
     future tokens in causal training.
     """
     if name not in GATES:
-        rule, legal = "is an unknown gate", ", ".join(GATES)
-        raise ValidationError(
-            [ValidationIssue(key="gate", value=name, message=rule, legal=legal, hint=did_you_mean(name, GATES))]
-        )
-    gate_class = GATES[name]
-    known = [p.name for p in inspect.signature(gate_class).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        raise ValidationError([unknown_gate(name)])
+    known = [p.name for p in inspect.signature(gate_class(name)).parameters.values() if p.kind is p.KEYWORD_ONLY]
     rule, legal = f"is not an option of the gate {name}", ", ".join(known) or "none"
     wrong = [
         ValidationIssue(key=key, value=str(value), message=rule, legal=legal, hint=did_you_mean(key, known))
@@ -72,7 +61,7 @@ def build_gate(name: str, width: int, num_experts: int, k: float, *, causal: boo
     ]
     if wrong:
         raise ValidationError(wrong)
-    gate = gate_class(width, num_experts, k, **options)
+    gate = gate_class(name)(width, num_experts, k, **options)
     if causal and gate.leaks_future:
         warnings.warn(
             f"gate {name} leaks future tokens: later tokens of a sequence change the experts of earlier ones, which "

@@ -45,27 +45,22 @@ class Routing:
         Assignments in token order are gathered. Otherwise their number is unknown without synchronisation, and those of
         other tokens become dropped. Loss, load and dropped stay those of full groups: ranks must not add them up twice.
         """
-        new = torch.arange(len(tokens), device=tokens.device)
+        new, experts, weights = torch.arange(len(tokens), device=tokens.device), self.experts, self.weights
         if self.choices_per_token:
             each = torch.arange(self.choices_per_token, device=tokens.device)
             real = tokens < self.num_tokens
             at = (torch.where(real, tokens, 0).unsqueeze(1) * self.choices_per_token + each).flatten()
-            here = real.repeat_interleave(self.choices_per_token)
-            return replace(
-                self,
-                tokens=new.repeat_interleave(self.choices_per_token),
-                experts=torch.where(here, self.experts.index_select(0, at), self.num_experts),
-                weights=torch.where(here, self.weights.index_select(0, at), 0),
-                num_tokens=len(tokens),
-            )
-        numbers = tokens.new_full((self.num_tokens + 1,), -1).index_copy(0, tokens, new)
-        number = numbers.index_select(0, self.tokens)
-        here = number >= 0
+            here, number = (x.repeat_interleave(self.choices_per_token) for x in (real, new))
+            experts, weights = experts.index_select(0, at), weights.index_select(0, at)
+        else:
+            numbers = tokens.new_full((self.num_tokens + 1,), -1).index_copy(0, tokens, new)
+            number = numbers.index_select(0, self.tokens)
+            here, number = number >= 0, number.clamp(min=0)
         return replace(
             self,
-            tokens=number.clamp(min=0),
-            experts=torch.where(here, self.experts, self.num_experts),
-            weights=torch.where(here, self.weights, 0),
+            tokens=number,
+            experts=torch.where(here, experts, self.num_experts),
+            weights=torch.where(here, weights, 0),
             num_tokens=len(tokens),
         )
 

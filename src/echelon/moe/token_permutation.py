@@ -88,7 +88,7 @@ class TokenPermutation:
 
     def permute(self, x: Tensor) -> Tensor:
         """[A, ...]: the token of each assignment, from [tokens, ...]."""
-        out: Tensor = _Permute.apply(x, self)
+        out: Tensor = _Permute.apply(x, self, False)
         return out
 
     def reorder(self, x: Tensor) -> Tensor:
@@ -100,8 +100,11 @@ class TokenPermutation:
         return self.sum_per_token(y * self.reorder(weights).unsqueeze(1).to(y.dtype))
 
     def sum_per_token(self, y: Tensor) -> Tensor:
-        out: Tensor = _SumPerToken.apply(y, self)
+        out: Tensor = _Permute.apply(y, self, True)
         return out
+
+    def copy_tokens(self, x: Tensor) -> Tensor:
+        return x.index_select(0, self.tokens[: self.num_sent])
 
     def reduce_tokens(self, y: Tensor) -> Tensor:
         """[tokens, ...]: the sum over the assignments of each token. See [Note: deterministic sums]."""
@@ -124,24 +127,14 @@ class TokenPermutation:
 
 
 class _Permute(Function):
+    """Copy tokens to assignments, or with `inverse` sum the assignments of a token: each is the other's gradient."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: TokenPermutation) -> Tensor:
-        ctx.order = order
-        return x.index_select(0, order.tokens[: order.num_sent])
+    def forward(ctx: Any, x: Tensor, order: TokenPermutation, inverse: bool) -> Tensor:
+        ctx.order, ctx.inverse = order, inverse
+        return order.reduce_tokens(x) if inverse else order.copy_tokens(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.order.reduce_tokens(gradients[0]), None
-
-
-class _SumPerToken(Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, order: TokenPermutation) -> Tensor:
-        ctx.order = order
-        return order.reduce_tokens(y)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0].index_select(0, ctx.order.tokens[: ctx.order.num_sent]), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return (ctx.order.copy_tokens if ctx.inverse else ctx.order.reduce_tokens)(gradients[0]), None, None

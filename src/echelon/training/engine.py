@@ -40,7 +40,7 @@ from echelon.faults.flight_recorder import FlightRecorder
 from echelon.kernels import dispatch
 from echelon.layout import Layout, check_layout
 from echelon.layout.collective import Collective
-from echelon.models.lm_head import check_loss_output
+from echelon.models.layers import check_loss_output
 from echelon.models.model_config import ModelConfig
 from echelon.optim import cost, optimizer_groups
 from echelon.optim.flat_segments import build_flat_segments

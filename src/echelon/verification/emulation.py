@@ -22,7 +22,7 @@ from torch.func import functional_call
 
 from echelon import rng
 from echelon.layout import Layout
-from echelon.models.lm_head import check_loss_output
+from echelon.models.layers import check_loss_output
 from echelon.models.pipeline_model import is_within
 from echelon.optim.torch_rules import build_torch_optimizer
 from echelon.pipeline.execution.stage_assignment import PipelineStages, cut_into_stages

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from echelon import rng
-from echelon.models.lm_head import check_loss_output
+from echelon.models.layers import check_loss_output
 from echelon.optim.torch_rules import build_torch_optimizer
 from echelon.verification.verify_case import VerifyCase
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from echelon.layout.validation_error import ValidationError, ValidationIssue, did_you_mean
 from echelon.models.attention_config import MLAConfig, RopeScaling
-from echelon.models.hf.hf_architectures import HF_ARCHITECTURES, TRAINABLE, HFArchitecture, TrainingSupport
+from echelon.models.hf.hf_architectures import HF_ARCHITECTURES, TRAINABLE, TrainingSupport
 from echelon.models.model_config import ModelConfig
 from echelon.models.model_dir import SavedModel
 from echelon.models.model_spec import ModelSpec, MoESpec
@@ -32,13 +32,13 @@ LLAMA3_ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_m
 class ConfigValues:
     """Takes values out of a config and collects what is missing or invalid, one issue for each key."""
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        self.given = given
+    def __init__(self, given: Mapping[str, Any], model_type: str) -> None:
+        self.given, self.model_type, self.known = given, model_type, HF_ARCHITECTURES[model_type]
         self.by_key: dict[str, ValidationIssue] = {}
 
     @property
-    def issues(self) -> list[ValidationIssue]:
-        return list(self.by_key.values())
+    def support(self) -> TrainingSupport:
+        return TRAINABLE[self.model_type]
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         """An integer of the config, or the default; without a default it is required. An issue gives 1."""
@@ -47,11 +47,11 @@ class ConfigValues:
             return default
         if value is None:
             self.add_missing(key)
-            return 1
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        elif isinstance(value, bool) or not isinstance(value, int) or value < least:
             self.add(key, "is not a number that it can be", f"a whole number >= {least}")
-            return 1
-        return value
+        else:
+            return value
+        return 1
 
     def number(self, key: str, default: float, *, least: float = 0.0) -> float:
         value = self.given.get(key, default)
@@ -76,7 +76,7 @@ class ConfigValues:
 
     def raise_issues(self) -> None:
         if self.by_key:
-            raise ValidationError(self.issues)
+            raise ValidationError(list(self.by_key.values()))
 
 
 def read_hf_spec(path: Path) -> ModelSpec:
@@ -107,8 +107,8 @@ def parse_hf_spec(given: Mapping[str, Any], name: str) -> ModelSpec:
     """The spec that the keys of a config.json describe. Raises ValidationError with everything missing or invalid."""
     hint = "trace the module itself: module.py:factory"
     model_type = _model_type(given, HF_ARCHITECTURES, "is not an architecture that planning reads", hint)
-    values = ConfigValues(given)
-    spec = _read_spec(values, HF_ARCHITECTURES[model_type], name)
+    values = ConfigValues(given, model_type)
+    spec = _SPEC_READERS[values.known.keys](values, name)
     values.raise_issues()
     return spec
 
@@ -116,10 +116,10 @@ def parse_hf_spec(given: Mapping[str, Any], name: str) -> ModelSpec:
 def parse_hf_config(given: Mapping[str, Any], name: str) -> SavedModel:
     """The model that trains it. Raises ValidationError with everything missing, invalid or unsupported."""
     model_type = _model_type(given, TRAINABLE, "is not an architecture that our models compute", "")
-    values, known, support = ConfigValues(given), HF_ARCHITECTURES[model_type], TRAINABLE[model_type]
-    _check_supported(values, support)
-    spec = _read_spec(values, known, name)
-    features = _TRAINING_FEATURES[known.keys](values, spec, model_type, known, support)
+    values = ConfigValues(given, model_type)
+    _check_supported(values)
+    spec = _SPEC_READERS[values.known.keys](values, name)
+    features = _TRAINING_FEATURES[values.known.keys](values, spec)
     values.raise_issues()
     config = ModelConfig(
         name=name,
@@ -137,11 +137,11 @@ def parse_hf_config(given: Mapping[str, Any], name: str) -> SavedModel:
 
 
 def _model_type(given: Mapping[str, Any], known: Mapping[str, object], message: str, hint: str) -> str:
-    found = given.get("model_type")
-    if isinstance(found, str) and found in known:
-        return found
-    message = "is missing from the config" if found is None else message
-    value, hint = "" if found is None else str(found), did_you_mean(str(found), known) or hint
+    model_type = given.get("model_type")
+    if isinstance(model_type, str) and model_type in known:
+        return model_type
+    message = "is missing from the config" if model_type is None else message
+    value, hint = "" if model_type is None else str(model_type), did_you_mean(str(model_type), known) or hint
     issue = ValidationIssue(key="model_type", value=value, message=message, legal=", ".join(known), hint=hint)
     raise ValidationError([issue])
 
@@ -149,17 +149,7 @@ def _model_type(given: Mapping[str, Any], known: Mapping[str, object], message: 
 # -- the spec ---------------------------------------------------------------------------------------------------------
 
 
-def _read_spec(values: ConfigValues, known: HFArchitecture, name: str) -> ModelSpec:
-    readers: dict[str, Callable[[ConfigValues, HFArchitecture, str], ModelSpec]] = {
-        "gpt2": _gpt2,
-        "gpt_neox": _gpt_neox,
-        "llama": _llama,
-        "deepseek": _deepseek,
-    }
-    return readers[known.keys](values, known, name)
-
-
-def _gpt2(values: ConfigValues, known: HFArchitecture, name: str) -> ModelSpec:
+def _gpt2(values: ConfigValues, name: str) -> ModelSpec:
     width, heads = values.integer("n_embd"), values.integer("n_head")
     _check_divides(values, "n_head", heads, "n_embd", width)
     rates = [values.given.get(key, 0.1) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
@@ -175,28 +165,28 @@ def _gpt2(values: ConfigValues, known: HFArchitecture, name: str) -> ModelSpec:
         vocab=values.integer("vocab_size"),
         biases=True,
         dropout=any(rates),
-        tied=values.boolean("tie_word_embeddings", known.tied),
+        tied=values.boolean("tie_word_embeddings", values.known.tied),
         max_seq_len=values.integer("n_positions"),
         learned_positions=True,
     )
 
 
-def _gpt_neox(values: ConfigValues, known: HFArchitecture, name: str) -> ModelSpec:
-    spec = _common(values, known, name)
+def _gpt_neox(values: ConfigValues, name: str) -> ModelSpec:
+    spec = _common(values, name)
     _check_divides(values, "num_attention_heads", spec.heads, "hidden_size", spec.width)
     fewer = 0 if values.boolean("attention_bias", True) else 4 * spec.width
     return replace(spec, gated_mlp=False, biases=True, extra_parameters=-fewer)
 
 
-def _llama(values: ConfigValues, known: HFArchitecture, name: str) -> ModelSpec:
-    spec = _common(values, known, name)
+def _llama(values: ConfigValues, name: str) -> ModelSpec:
+    spec, known = _common(values, name), values.known
     width, heads, kv_heads = spec.width, spec.heads, values.integer("num_key_value_heads", spec.heads)
     default = None if known.requires_head_dim else known.head_dim or spec.head_dim
     head_dim = values.integer("head_dim", default)
     if values.given.get("head_dim") is None:
         _check_divides(values, "num_attention_heads", heads, "hidden_size", width)
     _check_divides(values, "num_key_value_heads", kv_heads, "num_attention_heads", heads)
-    moe = _sparse_moe(values, known, spec.layers) if known.experts_key else None
+    moe = _sparse_moe(values, spec.layers) if known.experts_key else None
     qkv = (heads + 2 * kv_heads) * head_dim
     extra = (known.norms - 2) * width + (2 * head_dim if known.qk_norm else 0) + (qkv if known.qkv_bias else 0)
     extra += qkv + width if values.boolean("attention_bias", False) else 0
@@ -204,12 +194,12 @@ def _llama(values: ConfigValues, known: HFArchitecture, name: str) -> ModelSpec:
     return replace(spec, kv_heads=kv_heads, head_dim=head_dim, moe=moe, extra_parameters=extra)
 
 
-def _deepseek(values: ConfigValues, known: HFArchitecture, name: str) -> ModelSpec:
-    spec, ffn = _common(values, known, name), values.integer(known.expert_ffn_key)
+def _deepseek(values: ConfigValues, name: str) -> ModelSpec:
+    spec, ffn = _common(values, name), values.integer(values.known.expert_ffn_key)
     mla = _mla(values)
     first, every = values.integer("first_k_dense_replace", 0, least=0), values.integer("moe_layer_freq", 1)
     moe = MoESpec(
-        experts=values.integer(known.experts_key),
+        experts=values.integer(values.known.experts_key),
         top_k=values.integer("num_experts_per_tok"),
         ffn=ffn,
         gated=True,
@@ -222,7 +212,7 @@ def _deepseek(values: ConfigValues, known: HFArchitecture, name: str) -> ModelSp
     return replace(spec, head_dim=mla.head_dim, mla=mla, moe=moe, extra_parameters=norms)
 
 
-def _common(values: ConfigValues, known: HFArchitecture, name: str) -> ModelSpec:
+def _common(values: ConfigValues, name: str) -> ModelSpec:
     """What all but GPT-2 name alike."""
     width, heads = values.integer("hidden_size"), values.integer("num_attention_heads")
     return ModelSpec(
@@ -236,13 +226,13 @@ def _common(values: ConfigValues, known: HFArchitecture, name: str) -> ModelSpec
         gated_mlp=True,
         vocab=values.integer("vocab_size"),
         max_seq_len=values.integer("max_position_embeddings", 0),
-        tied=values.boolean("tie_word_embeddings", known.tied),
+        tied=values.boolean("tie_word_embeddings", values.known.tied),
     )
 
 
-def _sparse_moe(values: ConfigValues, known: HFArchitecture, layers: int) -> MoESpec:
+def _sparse_moe(values: ConfigValues, layers: int) -> MoESpec:
     """As Mixtral's and Qwen's configs describe it; transformers 5 writes Qwen's experts under Mixtral's key."""
-    key = known.experts_key
+    key = values.known.experts_key
     key = "num_local_experts" if key not in values.given and "num_local_experts" in values.given else key
     every, dense = values.integer("decoder_sparse_step", 1), values.given.get("mlp_only_layers") or []
     if not isinstance(dense, list):
@@ -251,7 +241,7 @@ def _sparse_moe(values: ConfigValues, known: HFArchitecture, layers: int) -> MoE
     return MoESpec(
         experts=values.integer(key),
         top_k=values.integer("num_experts_per_tok"),
-        ffn=values.integer(known.expert_ffn_key),
+        ffn=values.integer(values.known.expert_ffn_key),
         gated=True,
         layers=tuple(layer not in dense and (layer + 1) % every == 0 for layer in range(layers)),
     )
@@ -265,19 +255,17 @@ def _mla(values: ConfigValues) -> MLAConfig | None:
         "nope_dim": values.integer("qk_nope_head_dim"),
         "value_dim": values.integer("v_head_dim"),
     }
-    if values.issues:
-        return None
     try:
-        return MLAConfig(**sizes)
+        return None if values.by_key else MLAConfig(**sizes)
     except ValueError as error:
         values.add("qk_rope_head_dim", f"is invalid ({error})")
         return None
 
 
 def _num_layers(values: ConfigValues, key: str) -> int:
-    found = values.integer(key)
-    if found <= MAX_LAYERS:
-        return found
+    layers = values.integer(key)
+    if layers <= MAX_LAYERS:
+        return layers
     values.add(key, "is more than any model has", f"1 to {MAX_LAYERS}")
     return 1
 
@@ -288,11 +276,20 @@ def _check_divides(values: ConfigValues, key: str, number: int, other: str, tota
         values.add(key, f"does not divide {other} ({total})", hint=hint)
 
 
-# -- what training needs beside the spec ------------------------------------------------------------------------------
+_SPEC_READERS: dict[str, Callable[[ConfigValues, str], ModelSpec]] = {
+    "gpt2": _gpt2,
+    "gpt_neox": _gpt_neox,
+    "llama": _llama,
+    "deepseek": _deepseek,
+}
 
 
-def _check_supported(values: ConfigValues, support: TrainingSupport) -> None:
-    """Adds an issue for everything that our models do not compute."""
+# -- what training needs in addition to the spec ----------------------------------------------------------------------
+
+
+def _check_supported(values: ConfigValues) -> None:
+    """Add an issue for everything that our models do not compute."""
+    support = values.support
     for key, supported in support.supported_values.items():
         if values.given.get(key, supported[0]) not in supported:
             legal = ", ".join(json.dumps(value) for value in supported)
@@ -313,43 +310,40 @@ def _check_supported(values: ConfigValues, support: TrainingSupport) -> None:
         )
 
 
-def _gpt2_training(
-    values: ConfigValues, spec: ModelSpec, model_type: str, known: HFArchitecture, support: TrainingSupport
-) -> dict[str, Any]:
+def _gpt2_training(values: ConfigValues, spec: ModelSpec) -> dict[str, Any]:
     rates = {key: values.number(key, 0.1) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
     if len({*rates.values()}) > 1:
         values.add("resid_pdrop", f"is not the rate of all dropout ({rates}), of which ours have one", "equal rates")
-    epsilon = values.number("layer_norm_epsilon", support.epsilon)
+    epsilon = values.number("layer_norm_epsilon", values.support.epsilon)
     return {"family": "gpt", "dropout": rates["resid_pdrop"], "epsilon": epsilon}
 
 
-def _llama_training(
-    values: ConfigValues, spec: ModelSpec, model_type: str, known: HFArchitecture, support: TrainingSupport
-) -> dict[str, Any]:
-    explicit = 0 if spec.head_dim * spec.heads == spec.width else spec.head_dim
+def _llama_training(values: ConfigValues, spec: ModelSpec) -> dict[str, Any]:
+    known, explicit = values.known, 0 if spec.head_dim * spec.heads == spec.width else spec.head_dim
     if spec.head_dim % 2:
         values.add("head_dim", "is odd, and rotary embeddings rotate pairs", "an even number")
     if known.qkv_bias and explicit:
         values.add("head_dim", "is not the width divided by the heads", str(spec.width // spec.heads))
     return {
-        **_rotary_training(values, support),
+        **_rotary_training(values),
         "explicit_head_dim": explicit,
         "qk_norm": known.qk_norm,
         "qkv_bias": known.qkv_bias,
-        "moe": _moe_config(values, spec, spec.moe, model_type) if spec.moe is not None else None,
+        "moe": _moe_config(values, spec, spec.moe) if spec.moe is not None else None,
     }
 
 
-def _rotary_training(values: ConfigValues, support: TrainingSupport) -> dict[str, Any]:
+def _rotary_training(values: ConfigValues) -> dict[str, Any]:
     if values.given.get("max_position_embeddings") is None:
         values.add_missing("max_position_embeddings")
-    epsilon = values.number("rms_norm_eps", support.epsilon)
-    return {"family": "llama", **_rope(values, support), "epsilon": epsilon}
+    epsilon = values.number("rms_norm_eps", values.support.epsilon)
+    return {"family": "llama", **_rope(values), "epsilon": epsilon}
 
 
-def _rope(values: ConfigValues, support: TrainingSupport) -> dict[str, Any]:
+def _rope(values: ConfigValues) -> dict[str, Any]:
     """Older files have rope_theta and rope_scaling, newer ones rope_parameters."""
-    given: dict[str, Any] = {"rope_theta": values.given.get("rope_theta", support.rope_theta)}
+    default = values.support.rope_theta
+    given: dict[str, Any] = {"rope_theta": values.given.get("rope_theta", default)}
     for key in ("rope_scaling", "rope_parameters"):
         table = values.given.get(key) or {}
         if not isinstance(table, dict):
@@ -365,18 +359,16 @@ def _rope(values: ConfigValues, support: TrainingSupport) -> dict[str, Any]:
     old, new = (values.given.get(key) or {} for key in ("rope_scaling", "rope_parameters"))
     if isinstance(old, dict) and isinstance(new, dict) and any(old[key] != new[key] for key in old.keys() & new.keys()):
         values.add("rope_scaling", f"contradicts rope_parameters ({json.dumps(new)})", hint="leave out one of them")
-    inner = ConfigValues(given)
-    theta = inner.number("rope_theta", support.rope_theta, least=1.0)
+    inner = ConfigValues(given, values.model_type)
+    theta = inner.number("rope_theta", default, least=1.0)
     values.by_key |= inner.by_key
     if given.get("rope_type", given.get("type")) != "llama3":
         return {"theta": theta}
     try:
-        factor, low, high, original = (given[key] for key in LLAMA3_ROPE_KEYS)
+        *factors, original = (given[key] for key in LLAMA3_ROPE_KEYS)
+        factor, low, high = map(float, factors)
         scaling = RopeScaling(
-            factor=float(factor),
-            low_freq_factor=float(low),
-            high_freq_factor=float(high),
-            original_max_seq_len=int(original),
+            factor=factor, low_freq_factor=low, high_freq_factor=high, original_max_seq_len=int(original)
         )
     except (KeyError, TypeError, ValueError):
         scaling = None
@@ -384,13 +376,13 @@ def _rope(values: ConfigValues, support: TrainingSupport) -> dict[str, Any]:
     return {"theta": theta, "rope_scaling": scaling}
 
 
-def _moe_config(values: ConfigValues, spec: ModelSpec, moe: MoESpec, model_type: str) -> MoEConfig:
-    balance = values.number("router_aux_loss_coef", 0.001) / spec.layers
-    if model_type == "mixtral":
-        options: tuple[tuple[str, Any], ...] = (("balance", balance),)
-        return MoEConfig(experts=moe.experts, k=moe.top_k, ffn=moe.ffn, gate="mixtral", options=options)
-    options = (("normalise", values.boolean("norm_topk_prob", False)), ("balance", balance))
-    config = MoEConfig(experts=moe.experts, k=moe.top_k, ffn=moe.ffn, gate="qwen", options=options)
+def _moe_config(values: ConfigValues, spec: ModelSpec, moe: MoESpec) -> MoEConfig:
+    balance = ("balance", values.number("router_aux_loss_coef", 0.001) / spec.layers)
+    config = MoEConfig(experts=moe.experts, k=moe.top_k, ffn=moe.ffn, gate="mixtral", options=(balance,))
+    if values.model_type == "mixtral":
+        return config
+    options = (("normalise", values.boolean("norm_topk_prob", False)), balance)
+    config = replace(config, gate="qwen", options=options)
     for every, dense in product(range(1, spec.layers + 1), range(spec.layers)):
         placed = replace(config, dense_layers=dense, every=every)
         if all(placed.is_moe_layer(layer) == wanted for layer, wanted in enumerate(moe.layers)):
@@ -401,13 +393,10 @@ def _moe_config(values: ConfigValues, spec: ModelSpec, moe: MoESpec, model_type:
     return config
 
 
-def _deepseek_training(
-    values: ConfigValues, spec: ModelSpec, model_type: str, known: HFArchitecture, support: TrainingSupport
-) -> dict[str, Any]:
-    features = _rotary_training(values, support)
-    groups, limit = values.integer("n_group", 1), values.integer("topk_group", 1)
-    moe = spec.moe
+def _deepseek_training(values: ConfigValues, spec: ModelSpec) -> dict[str, Any]:
+    features, model_type, moe = _rotary_training(values), values.model_type, spec.moe
     assert moe is not None
+    groups, limit = values.integer("n_group", 1), values.integer("topk_group", 1)
     if model_type == "deepseek_v2" and values.given.get("topk_method", "greedy") == "greedy":
         groups = limit = 1
     if model_type == "deepseek_v3" and limit < groups and moe.top_k // limit != 2:
@@ -434,6 +423,8 @@ def _deepseek_training(
     return {**features, "mla": spec.mla, "moe": config}
 
 
-_TRAINING_FEATURES: dict[
-    str, Callable[[ConfigValues, ModelSpec, str, HFArchitecture, TrainingSupport], dict[str, Any]]
-] = {"gpt2": _gpt2_training, "llama": _llama_training, "deepseek": _deepseek_training}
+_TRAINING_FEATURES: dict[str, Callable[[ConfigValues, ModelSpec], dict[str, Any]]] = {
+    "gpt2": _gpt2_training,
+    "llama": _llama_training,
+    "deepseek": _deepseek_training,
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import Any
 
 from echelon.layout.validation_error import ValidationError, ValidationIssue
@@ -43,9 +44,8 @@ def _unsupported(config: ModelConfig, model_type: str) -> list[ValidationIssue]:
     for key, fine in (("capacity_factor", None), ("score", "sigmoid" if model_type == "deepseek_v3" else "softmax")):
         if options.get(key, fine) != fine:
             add_issue(f"gate {key}", options[key], "is not what transformers' gate does", str(fine))
-    if model_type in ("mixtral", "deepseek_v2") and options.get("normalise", model_type == "mixtral") != (
-        model_type == "mixtral"
-    ):
+    normalises = model_type == "mixtral"
+    if model_type in ("mixtral", "deepseek_v2") and options.get("normalise", normalises) != normalises:
         add_issue("gate normalise", options["normalise"], "is not what transformers' gate does")
     if moe.shared_ffn % moe.ffn:
         add_issue("shared", moe.shared_ffn, f"is not a multiple of an expert's size ({moe.ffn})")
@@ -103,10 +103,9 @@ def _rotary(config: ModelConfig, model_type: str) -> dict[str, Any]:
     if TRAINABLE[model_type].sliding_window_flag:
         result["use_sliding_window"] = False
     if config.mla is not None:
-        latent = config.mla
-        result |= {"q_lora_rank": latent.query_rank or None, "kv_lora_rank": latent.kv_rank}
-        result |= {"qk_rope_head_dim": latent.rope_dim, "qk_nope_head_dim": latent.nope_dim}
-        result |= {"v_head_dim": latent.value_dim}
+        mla = config.mla
+        result |= {"q_lora_rank": mla.query_rank or None, "kv_lora_rank": mla.kv_rank}
+        result |= {"qk_rope_head_dim": mla.rope_dim, "qk_nope_head_dim": mla.nope_dim, "v_head_dim": mla.value_dim}
     elif model_type != "qwen2":
         result["head_dim"] = config.head_dim
     return {**result, **(_moe(config, config.moe, model_type) if config.moe is not None else {})}
@@ -114,22 +113,11 @@ def _rotary(config: ModelConfig, model_type: str) -> dict[str, Any]:
 
 def _rope(config: ModelConfig) -> dict[str, Any]:
     """RoPE keys for transformers 5 and for older versions."""
-    stretch = config.rope_scaling
-    if stretch is None:
-        return {"rope_theta": config.theta, "rope_parameters": {"rope_type": "default", "rope_theta": config.theta}}
-    keys = dict(
-        zip(
-            LLAMA3_ROPE_KEYS,
-            (stretch.factor, stretch.low_freq_factor, stretch.high_freq_factor, stretch.original_max_seq_len),
-            strict=True,
-        )
-    )
-    how = {"rope_type": "llama3", **keys}
-    return {
-        "rope_theta": config.theta,
-        "rope_scaling": how,
-        "rope_parameters": {**how, "rope_theta": config.theta},
-    }
+    theta = {"rope_theta": config.theta}
+    if config.rope_scaling is None:
+        return {**theta, "rope_parameters": {"rope_type": "default", **theta}}
+    scaling = {"rope_type": "llama3", **dict(zip(LLAMA3_ROPE_KEYS, astuple(config.rope_scaling), strict=True))}
+    return {**theta, "rope_scaling": scaling, "rope_parameters": {**scaling, **theta}}
 
 
 def _moe(config: ModelConfig, moe: MoEConfig, model_type: str) -> dict[str, Any]:

@@ -50,18 +50,15 @@ class ParamMapping:
 
 def to_hugging_face(state: Mapping[str, Tensor], config: ModelConfig, *, stacked: bool = False) -> dict[str, Tensor]:
     """A full native state dict under Hugging Face names, as published or with stacked experts (transformers 5)."""
-    ignored = {"head.weight"} if config.tied else set()
-    return _convert_state(
-        state, [(pair.native, pair.hf, pair.to_hf) for pair in param_mappings(config, stacked=stacked)], ignored, config
-    )
+    wanted = [(pair.native, pair.hf, pair.to_hf) for pair in param_mappings(config, stacked=stacked)]
+    return _convert_state(state, wanted, {"head.weight"} if config.tied else set(), config)
 
 
 def from_hugging_face(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """A full native state dict from a Hugging Face one in either form."""
     state = {missing_prefix(state, config) + name: tensor for name, tensor in state.items()}
-    wanted = [
-        (pair.hf, pair.native, pair.from_hf) for pair in param_mappings(config, stacked=has_stacked_experts(state))
-    ]
+    mappings = param_mappings(config, stacked=has_stacked_experts(state))
+    wanted = [(pair.hf, pair.native, pair.from_hf) for pair in mappings]
     result = _convert_state(state, wanted, ignored_names(state, config), config)
     return {**result, "head.weight": result["embed.weight"]} if config.tied else result
 
@@ -107,9 +104,8 @@ def hf_model_type(config: ModelConfig) -> str:
         model_type = ""
     if not model_type:
         raise ValueError(
-            f"transformers has no model that computes {config.name} (family={config.family}, "
-            f"gate={gate or 'none'}); names are known for gpt2, llama, qwen2, qwen3, mixtral, qwen3_moe, deepseek_v2 "
-            "and _v3"
+            f"transformers has no model that computes {config.name} (family={config.family}, gate={gate or 'none'}); "
+            "names are known for gpt2, llama, qwen2, qwen3, mixtral, qwen3_moe, deepseek_v2 and _v3"
         )
     return model_type
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from echelon.models.lm_head import loss_sum
+from echelon.models.layers import loss_sum
 
 VGG_16 = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 """channels of the convolutions of each stage; a 2 x 2 max-pool follows each stage"""

@@ -6,7 +6,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from echelon.models.lm_head import loss_sum
+from echelon.models.layers import loss_sum
 from echelon.models.model_config import KERNEL_WEIGHTS, ModelConfig
 from echelon.models.pipeline_model import PipelineLayer, PipelineModel
 from echelon.rng import ONES, ZEROS, Init, normal_init

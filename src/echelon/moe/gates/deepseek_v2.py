@@ -46,10 +46,8 @@ class DeepSeekV2(TokenGate):
         s = scores.softmax(-1)
         _, experts = stable_top_k(limit_groups(s.detach(), self.num_groups, self.group_limit, best=1), self.k)
         weights = s.gather(-1, experts)
-        loss = self._loss(s, experts)
-        if self.normalise:
-            weights = normalise(weights)
-        return token_choice_routing(experts, self.scale * weights, loss, self.num_experts)
+        weights = normalise(weights) if self.normalise else weights
+        return token_choice_routing(experts, self.scale * weights, self._loss(s, experts), self.num_experts)
 
     def _loss(self, s: Tensor, experts: Tensor) -> Tensor:
         chosen = scatter_dense(experts, s.new_ones(experts.shape), self.num_experts)  # [G, T, N]

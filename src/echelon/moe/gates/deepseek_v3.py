@@ -46,9 +46,6 @@ class DeepSeekV3(LossFree):
 
     def loss(self, s: Tensor) -> Tensor:
         _, experts = stable_top_k(s, self.k)
-        f = (
-            self.num_experts
-            / (self.k * s.shape[1])
-            * count_assignments(experts.flatten(1), self.num_experts).to(s.dtype)
-        )
+        counts = count_assignments(experts.flatten(1), self.num_experts).to(s.dtype)
+        f = self.num_experts / (self.k * s.shape[1]) * counts
         return self.balance * (f * normalise(s).mean(1)).sum(-1)

@@ -80,6 +80,23 @@ def expert_capacity(factor: float, num_choices: int, num_experts: int) -> int:
     return max(1, math.ceil(factor * num_choices / num_experts - 1e-9))
 
 
+def within_capacity(experts: Tensor, factor: float | None, num_experts: int) -> Tensor | None:
+    """[G, T, k]: which choices are within the capacity, given in token order; none without a capacity."""
+    if factor is None:
+        return None
+    choices = experts.flatten(1)
+    return positions_in_expert(choices, num_experts).view_as(experts) < expert_capacity(
+        factor, choices.shape[1], num_experts
+    )
+
+
+def switch_loss(balance: float, experts: Tensor, p: Tensor) -> Tensor:
+    """[G]: balance · E · sum over e of f_e · P_e, f_e: choices of an expert per token, P_e: its mean score."""
+    num_experts = p.shape[-1]
+    f = count_assignments(experts.flatten(1), num_experts).to(p.dtype) / p.shape[1]
+    return balance * num_experts * (f * p.mean(1)).sum(-1)
+
+
 def positions_in_expert(experts: Tensor, num_experts: int) -> Tensor:
     """From experts [G, N] in order of arrival to the number of earlier choices of the same expert."""
     order = experts.sort(dim=-1, stable=True).indices
@@ -88,7 +105,6 @@ def positions_in_expert(experts: Tensor, num_experts: int) -> Tensor:
     # (`num_experts`) come last.
     ends = counts.cumsum(-1)
     first = torch.cat((ends - counts, ends[:, -1:]), dim=-1)
-    rank = torch.empty_like(order).scatter_(
-        -1, order, torch.arange(experts.shape[-1], device=experts.device).expand_as(order)
-    )
+    arrival = torch.arange(experts.shape[-1], device=experts.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(-1, order, arrival)
     return rank - first.gather(-1, experts)

@@ -72,12 +72,16 @@ class Gate(nn.Module):
             for name, value in (("width", width), ("num_experts", num_experts), ("local_groups", local_groups))
             if value < 1
         ]
-        raise_errors(type(self).__name__, (*invalid, *errors))
+        raise_errors(type(self).__name__, (*invalid, *self.k_errors(num_experts, k), *errors))
         self.width, self.num_experts, self.k = width, num_experts, k
         self.local_groups = local_groups
         """parts of a group that are routed separately"""
         self._param_init: dict[str, Init] = {}
         self.add_router("weight", num_experts, init or normal_init(ROUTER_INIT_STD))
+
+    def k_errors(self, num_experts: int, k: float) -> list[str]:
+        """Errors of `k`."""
+        return []
 
     def add_router(self, name: str, rows: int, init: Init) -> None:
         """Add a parameter [rows, width], initialised from torch's generator as any module's."""
@@ -145,16 +149,7 @@ class TokenGate(Gate):
 
     k: int
 
-    def __init__(
-        self,
-        width: int,
-        num_experts: int,
-        k: int,
-        *,
-        local_groups: int = 1,
-        init: Init | None = None,
-        errors: Sequence[str] = (),
-    ) -> None:
-        if not 1 <= k <= num_experts:
-            errors = (f"k is not in 1 .. {num_experts} (k={k}, num_experts={num_experts}); change one", *errors)
-        super().__init__(width, num_experts, k, local_groups=local_groups, init=init, errors=errors)
+    def k_errors(self, num_experts: int, k: float) -> list[str]:
+        if 1 <= k <= num_experts:
+            return []
+        return [f"k is not in 1 .. {num_experts} (k={k}, num_experts={num_experts}); change one"]

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from echelon.moe.gates.expert_selection import expert_capacity, positions_in_expert, stable_top_k
+from echelon.moe.gates.expert_selection import stable_top_k, within_capacity
 from echelon.moe.gates.gate import TokenGate
 from echelon.moe.routing import Routing, count_assignments, token_choice_routing
 from echelon.rng import RandomDraws
@@ -74,12 +74,9 @@ class GShard(TokenGate):
 
         made = 2 * weights[..., 1] > drawn
         experts = torch.stack((experts[..., 0], torch.where(made, experts[..., 1], num_experts)), dim=-1)
-        if self.capacity_factor is None:
-            return token_choice_routing(experts, weights, loss, num_experts)
         if self.order == "tokens":
-            position = positions_in_expert(experts.flatten(1), num_experts).view_as(experts)
+            within = within_capacity(experts, self.capacity_factor, num_experts)
         else:
-            by_choice = experts.transpose(1, 2)
-            position = positions_in_expert(by_choice.flatten(1), num_experts).view_as(by_choice).transpose(1, 2)
-        within_capacity = position < expert_capacity(self.capacity_factor, 2 * tokens, num_experts)
-        return token_choice_routing(experts, weights, loss, num_experts, within_capacity)
+            within = within_capacity(experts.transpose(1, 2), self.capacity_factor, num_experts)
+            within = None if within is None else within.transpose(1, 2)
+        return token_choice_routing(experts, weights, loss, num_experts, within)

@@ -49,8 +49,7 @@ class LossFree(TokenGate):
         s = affinity(scores, self.score)
         _, experts = stable_top_k(self.candidates(s.detach() + self.bias), self.k)
         weights = s.gather(-1, experts)
-        if self.normalise:
-            weights = normalise(weights)
+        weights = normalise(weights) if self.normalise else weights
         return token_choice_routing(experts, self.scale * weights, self.loss(s), self.num_experts)
 
     def candidates(self, biased: Tensor) -> Tensor:

@@ -17,9 +17,9 @@ import math
 import torch
 from torch import Tensor
 
-from echelon.moe.gates.expert_selection import expert_capacity, positions_in_expert, stable_top_k
+from echelon.moe.gates.expert_selection import stable_top_k, switch_loss, within_capacity
 from echelon.moe.gates.gate import TokenGate
-from echelon.moe.routing import Routing, count_assignments, token_choice_routing
+from echelon.moe.routing import Routing, token_choice_routing
 from echelon.rng import RandomDraws, truncated_normal_init
 
 INIT_SCALE = 0.1
@@ -51,14 +51,7 @@ class Switch(TokenGate):
         return self.logits(x, self.weight)
 
     def choose(self, scores: Tensor) -> Routing:
-        tokens, num_experts = scores.shape[1], self.num_experts
-        p = scores.softmax(-1)
+        p, num_experts = scores.softmax(-1), self.num_experts
         weights, experts = stable_top_k(p, 1)
-        f = count_assignments(experts.flatten(1), num_experts).to(p.dtype) / tokens
-        loss = self.balance * num_experts * (f * p.mean(1)).sum(-1)
-        if self.capacity_factor is None:
-            return token_choice_routing(experts, weights, loss, num_experts)
-        within_capacity = positions_in_expert(experts.flatten(1), num_experts) < expert_capacity(
-            self.capacity_factor, tokens, num_experts
-        )
-        return token_choice_routing(experts, weights, loss, num_experts, within_capacity.unsqueeze(-1))
+        within = within_capacity(experts, self.capacity_factor, num_experts)
+        return token_choice_routing(experts, weights, switch_loss(self.balance, experts, p), num_experts, within)

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from echelon.moe.gates.expert_selection import (
     affinity,
-    expert_capacity,
     normalise,
-    positions_in_expert,
     score_function_errors,
     stable_top_k,
+    switch_loss,
+    within_capacity,
 )
 from echelon.moe.gates.gate import TokenGate
-from echelon.moe.routing import Routing, count_assignments, token_choice_routing
+from echelon.moe.routing import Routing, token_choice_routing
 
 
 class Mixtral(TokenGate):
@@ -45,19 +45,12 @@ class Mixtral(TokenGate):
         self.capacity_factor = capacity_factor
 
     def choose(self, scores: Tensor) -> Routing:
-        tokens, num_experts = scores.shape[1], self.num_experts
         s = affinity(scores, self.score)
         weights, experts = stable_top_k(s, self.k)
-        f = count_assignments(experts.flatten(1), num_experts).to(s.dtype) / tokens
-        shares = s if self.score == "softmax" else normalise(s)
-        loss = self.balance * num_experts * (f * shares.mean(1)).sum(-1)
-        if self.normalise:
-            weights = normalise(weights)
-        if self.capacity_factor is None:
-            return token_choice_routing(experts, weights, loss, num_experts)
-        position = positions_in_expert(experts.flatten(1), num_experts).view_as(experts)
-        within_capacity = position < expert_capacity(self.capacity_factor, self.k * tokens, num_experts)
-        return token_choice_routing(experts, weights, loss, num_experts, within_capacity)
+        loss = switch_loss(self.balance, experts, s if self.score == "softmax" else normalise(s))
+        weights = normalise(weights) if self.normalise else weights
+        within = within_capacity(experts, self.capacity_factor, self.num_experts)
+        return token_choice_routing(experts, weights, loss, self.num_experts, within)
 
 
 class Qwen(Mixtral):

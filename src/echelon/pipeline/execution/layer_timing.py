@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.layout import Mesh
-from echelon.models.lm_head import check_loss_output
+from echelon.models.layers import check_loss_output
 from echelon.models.pipeline_model import PipelineLayer, get_pipeline_model, is_within
 from echelon.parallel.init_weights import move_buffers
 from echelon.pipeline.execution.stage_io import NonLeafAlias, pack_tensors, unpack_tensors

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from echelon.layout.collective import Collective
-from echelon.models.lm_head import check_loss_output
+from echelon.models.layers import check_loss_output
 from echelon.parallel.dp.sharded_model import explain_freed_params
 from echelon.parallel.parallel_model import ParallelModel
 from echelon.pipeline.actions import RECEIVES, SENDS, Action, ActionKind

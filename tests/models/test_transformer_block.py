@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from echelon.config.run_config import Config
 from echelon.layout import ValidationError
 from echelon.models import SIZES, ModelConfig, build, find_model, model_config, reduced_config
-from echelon.models.lm_head import loss_sum
-from echelon.models.moe_block import validate_gate
+from echelon.models.layers import loss_sum
 from echelon.models.moe_config import MoEConfig, override_gate
+from echelon.models.transformer_block import validate_gate
 from echelon.moe import GATES
 from echelon.moe.moe_layer import MoELayer
 
