@@ -15,7 +15,6 @@ from echelon.kernels.activations import (
     bitmask_triton,
     blockwise_cast_triton,
     max_pool_triton,
-    pool_indices_triton,
     sparse_values_triton,
 )
 from echelon.kernels.attention import blockwise_attention_triton, rope_triton
@@ -23,13 +22,10 @@ from echelon.kernels.gemm import fp8_cast_triton, grouped_gemm_triton
 from echelon.kernels.layers import cross_entropy_triton, rmsnorm_triton, swiglu_triton
 from echelon.kernels.optim import (
     adamw_int8_triton,
-    ema_triton,
+    elementwise_updates_triton,
     factored_moments_triton,
     fused_adamw_triton,
-    lamb_triton,
-    lion_triton,
-    sgd_triton,
-    split_fp32_triton,
+    weight_formats_triton,
 )
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -137,10 +133,11 @@ def updates() -> None:
             types = {**own, **short, "exp_avg_ptr": moments, "exp_avg_sq_ptr": moments}
             compiled(fused_adamw_triton._adamw, 4, {**block, **here}, fused=False, **types)
         alone = {**own, "exp_avg_ptr": "*fp32", "momentum_ptr": "*fp32"}
+        both = {**alone, "exp_avg_sq_ptr": "*fp32"}
         compiled(adamw_int8_triton._adamw_int8, 4, {**blocks, **left_out}, fused=False, **alone)
-        compiled(lion_triton._lion, 4, {**block, **left_out}, fused=False, **alone)
-        compiled(sgd_triton._sgd, 4, {**block, **left_out}, fused=False, **alone)
-        compiled(sgd_triton._sgd, 4, {**block, **left_out, "momentum_ptr": None}, fused=False, **alone)
+        compiled(elementwise_updates_triton._lion, 4, {**block, **left_out}, fused=False, **alone)
+        compiled(elementwise_updates_triton._sgd, 4, {**block, **left_out}, fused=False, **alone)
+        compiled(elementwise_updates_triton._sgd, 4, {**block, **left_out, "momentum_ptr": None}, fused=False, **alone)
         tile = {"ROWS": factored_moments_triton.ROWS, "COLUMNS": factored_moments_triton.COLUMNS}
         for without in ({}, {"momentum_ptr": None}):
             compiled(
@@ -148,13 +145,13 @@ def updates() -> None:
             )
             compiled(factored_moments_triton._factored_sm3, 4, {**tile, **left_out, **without}, fused=False, **alone)
         compiled(factored_moments_triton._factored_size, 4, tile, fused=False, **alone)
-        compiled(lamb_triton._lamb_apply, 4, {**block, **left_out}, fused=False, **alone, exp_avg_sq_ptr="*fp32")
+        compiled(elementwise_updates_triton._lamb_apply, 4, {**block, **left_out}, fused=False, **both)
         no_low = {name: value for name, value in left_out.items() if name == "low_ptr"}
         compiled(factored_moments_triton._factored_sums, 4, {**tile, **no_low}, fused=False, **alone)
-        compiled(lamb_triton._lamb_moments, 4, {**block, **no_low}, fused=False, **alone, exp_avg_sq_ptr="*fp32")
-        compiled(ema_triton._average, 4, {**block, **no_low}, fused=False, **alone)
-        compiled(split_fp32_triton._halves_write, 4, {**block, **left_out}, **own)
-    compiled(split_fp32_triton._halves_join, 4, block, **arguments, **split[0])
+        compiled(elementwise_updates_triton._lamb_moments, 4, {**block, **no_low}, fused=False, **both)
+        compiled(elementwise_updates_triton._average, 4, {**block, **no_low}, fused=False, **alone)
+        compiled(weight_formats_triton._halves_write, 4, {**block, **left_out}, **own)
+    compiled(weight_formats_triton._halves_join, 4, block, **arguments, **split[0])
 
 
 def packed() -> None:
@@ -174,7 +171,7 @@ def packed() -> None:
             compiled(blockwise_cast_triton._blockwise_encode, 4, {**tile, **narrow}, **types)
             compiled(blockwise_cast_triton._blockwise_decode, 4, read, **types)
     window = {f"{name}_{dim}": 2 for name in ("STRIDE", "PADDING", "DILATION") for dim in (0, 1)}
-    for kernel in (pool_indices_triton._places_encode, pool_indices_triton._places_decode):
+    for kernel in (max_pool_triton._places_encode, max_pool_triton._places_decode):
         compiled(kernel, 4, {**window, "KERNEL": 3, "BLOCK": 1024}, size="i32", codes_ptr="*u8", indices_ptr="*i64")
     for each in (1, 8):
         pooled = {"DOWN": 2, "ACROSS": 2, "GROUPS": 256, "EACH": each}

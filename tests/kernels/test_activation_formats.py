@@ -9,9 +9,9 @@ import torch
 from devices import DEVICE, ON_GPU
 from torch import Tensor
 
-from echelon.kernels.activations import bitmask, blockwise_cast, max_pool, pool_indices, sparse_values
+from echelon.kernels.activations import bitmask, blockwise_cast, max_pool, sparse_values
 from echelon.kernels.activations.blockwise_cast import FORMATS
-from echelon.kernels.activations.pool_indices import PoolWindow
+from echelon.kernels.activations.max_pool import PoolWindow
 from echelon.kernels.tensor_spec import TensorSpec, as_rows, is_dense_by_sample, split_row
 from echelon.memory.compression.saved_tensor_compression import compressed
 
@@ -179,19 +179,19 @@ def test_max_pool_indices_round_trip(
     dilation: tuple[int, int],
     spread: bool,
 ) -> None:
-    from echelon.kernels.activations import pool_indices_triton
+    from echelon.kernels.activations import max_pool_triton
 
     x = torch.randn(2, 3, 9, 11, device=DEVICE).contiguous(
         memory_format=torch.channels_last if spread else torch.contiguous_format
     )
     _, indices = torch.nn.functional.max_pool2d(x, kernel, stride, padding, dilation, return_indices=True)
     window = PoolWindow(width=11, kernel=kernel, stride=stride, padding=padding, dilation=dilation)
-    codes = pool_indices.encode(indices, window)
+    codes = max_pool.encode(indices, window)
     assert int(codes.max()) < kernel[0] * kernel[1]
-    assert torch.equal(pool_indices.decode(codes, window), indices)
+    assert torch.equal(max_pool.decode(codes, window), indices)
     found, back = torch.empty_like(codes), torch.empty_like(indices)
-    pool_indices_triton.encode(indices, window, found)
-    pool_indices_triton.decode(found, window, back)
+    max_pool_triton.encode(indices, window, found)
+    max_pool_triton.decode(found, window, back)
     assert torch.equal(found, codes)
     assert torch.equal(back, indices)
 

@@ -42,17 +42,27 @@ def as_rows(x: Tensor) -> Tensor:
 class RowSplit:
     """A row split into chunks for programs, and blocks that share a scale. Every row starts a new block."""
 
+    size: int
     chunk_size: int
     num_chunks: int
     block_size: int
     num_blocks: int
+
+    @property
+    def numbers(self) -> tuple[int, int, int]:
+        """`row, chunks, blocks` of the kernels."""
+        return self.size, self.num_chunks, self.num_blocks
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"CHUNK": self.chunk_size, "SIZE": self.block_size}
 
 
 @lru_cache(maxsize=4096)  # called at every launch
 def split_row(row_size: int) -> RowSplit:
     """Split a row of `row_size` elements."""
     chunk = min(CHUNK, max(16, 1 << (row_size - 1).bit_length()))
-    return RowSplit(chunk, -(-row_size // chunk), min(SCALE_BLOCK, chunk), -(-row_size // SCALE_BLOCK))
+    return RowSplit(row_size, chunk, -(-row_size // chunk), min(SCALE_BLOCK, chunk), -(-row_size // SCALE_BLOCK))
 
 
 @dataclass(frozen=True)

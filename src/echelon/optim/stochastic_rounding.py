@@ -42,9 +42,9 @@ class StochasticRounding:
     def round_values(self, values: Tensor, start: int) -> Tensor:
         """Round flat values of the elements from `start` on to bfloat16. Representable values do not change."""
         if dispatch.use_triton_update(values.device, values.dtype):
-            from echelon.kernels.optim import split_fp32_triton
+            from echelon.kernels.optim import weight_formats_triton
 
-            return split_fp32_triton.stochastic_round(values, self.indices.advance(start), self.step)
+            return weight_formats_triton.stochastic_round(values, self.indices.advance(start), self.step)
         bits = random_bits(len(values), self.indices.advance(start), self.step)
         return stochastic_round(values, second_hash_bits(bits))
 

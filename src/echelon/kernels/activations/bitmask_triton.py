@@ -79,9 +79,8 @@ def _bits_unpack(bits_ptr, flags_ptr, row, chunks, CHUNK: tl.constexpr):
 
 
 def _launch(kernel: Any, like: Tensor, *tensors: Tensor) -> None:
-    rows, row = like.shape
-    at = split_row(row)
-    launch(kernel, rows * at.num_chunks, *tensors, row, at.num_chunks, CHUNK=at.chunk_size)
+    split = split_row(like.shape[1])
+    launch(kernel, len(like) * split.num_chunks, *tensors, split.size, split.num_chunks, CHUNK=split.chunk_size)
 
 
 def _empty_bitmask(like: Tensor) -> Tensor:
@@ -90,11 +89,9 @@ def _empty_bitmask(like: Tensor) -> Tensor:
 
 def relu(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Write ReLU of x [rows, n] to y, which may be x; return (its bitmask, nonzeros per block)."""
-    rows, row = x.shape
-    at = split_row(row)
-    bits, counts = _empty_bitmask(x), x.new_empty(rows * at.num_blocks, dtype=torch.int32)
-    numbers = (row, at.num_chunks, at.num_blocks)
-    launch(_bits_relu, rows * at.num_chunks, x, y, bits, counts, *numbers, CHUNK=at.chunk_size, SIZE=at.block_size)
+    rows, split = len(x), split_row(x.shape[1])
+    bits, counts = _empty_bitmask(x), x.new_empty(rows * split.num_blocks, dtype=torch.int32)
+    launch(_bits_relu, rows * split.num_chunks, x, y, bits, counts, *split.numbers, **split.constants)
     return bits, counts
 
 

@@ -68,31 +68,15 @@ def _blockwise_decode(
 
 
 def encode(x: Tensor, block_format: BlockFormat) -> tuple[Tensor, Tensor]:
-    rows, row = x.shape
-    at = split_row(row)
-    codes = x.new_empty(rows, row, dtype=block_format.dtype)
-    scales = x.new_empty(rows, at.num_blocks, dtype=torch.float32) if block_format.has_scales else empty_scales(x)
-    numbers, form = (row, at.num_chunks, at.num_blocks), {"CHUNK": at.chunk_size, "SIZE": at.block_size}
-    kinds = {"INT": block_format.dtype == torch.int8, "SCALED": block_format.has_scales}
-    launch(
-        _blockwise_encode,
-        rows * at.num_chunks,
-        x,
-        codes,
-        scales,
-        *numbers,
-        block_format.max_value,
-        MIN_SCALE,
-        **kinds,
-        **form,
-    )
+    rows, split, scaled = len(x), split_row(x.shape[1]), block_format.has_scales
+    codes = x.new_empty(x.shape, dtype=block_format.dtype)
+    scales = x.new_empty(rows, split.num_blocks, dtype=torch.float32) if scaled else empty_scales(x)
+    tensors, numbers = (x, codes, scales), (*split.numbers, block_format.max_value, MIN_SCALE)
+    kinds = {"INT": block_format.dtype == torch.int8, "SCALED": scaled}
+    launch(_blockwise_encode, rows * split.num_chunks, *tensors, *numbers, **kinds, **split.constants)
     return codes, scales
 
 
 def decode(codes: Tensor, scales: Tensor, block_format: BlockFormat, out: Tensor) -> None:
-    rows, row = out.shape
-    at = split_row(row)
-    numbers, form = (row, at.num_chunks, at.num_blocks), {"CHUNK": at.chunk_size, "SIZE": at.block_size}
-    launch(
-        _blockwise_decode, rows * at.num_chunks, codes, scales, out, *numbers, SCALED=block_format.has_scales, **form
-    )
+    split, tensors, scaled = split_row(out.shape[1]), (codes, scales, out), block_format.has_scales
+    launch(_blockwise_decode, len(out) * split.num_chunks, *tensors, *split.numbers, SCALED=scaled, **split.constants)

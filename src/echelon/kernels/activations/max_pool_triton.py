@@ -1,4 +1,4 @@
-"""Max-pool kernels: a program processes outputs in memory order, eight channels at a time in channels-last."""
+"""Max-pool kernels: a program processes outputs in memory order; pooling, eight channels at once in channels-last."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from echelon.kernels.activations.pool_indices import PoolWindow
+from echelon.kernels.activations.max_pool import PoolWindow
 from echelon.kernels.kernel_launch import launch
 
 GROUPS = 256
+"""of a program that pools, each of eight channels or one"""
+BLOCK = 1024
+"""indices of a program that converts them"""
 
 
 @triton.jit
@@ -73,3 +76,52 @@ def max_pool(x: Tensor, window: PoolWindow, out: Tensor, codes: Tensor) -> None:
 def scatter_gradient(gradient: Tensor, codes: Tensor, window: PoolWindow, out: Tensor) -> None:
     """Write the gradient of every element inside a window."""
     _launch(_pool_backward, out, gradient, window, gradient, codes, out)
+
+
+@triton.jit
+def _places_origins(at, inner, down, across, stride_0, stride_1, padding_0, padding_1):
+    """Return the row and column where each window starts."""
+    window = at // inner
+    return window // across % down * stride_0 - padding_0, window % across * stride_1 - padding_1
+
+
+@triton.jit
+def _places_encode(
+    indices_ptr, codes_ptr, size, inner, down, across, width,
+    STRIDE_0: tl.constexpr, STRIDE_1: tl.constexpr, PADDING_0: tl.constexpr, PADDING_1: tl.constexpr,
+    DILATION_0: tl.constexpr, DILATION_1: tl.constexpr, KERNEL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row, column = _places_origins(at, inner, down, across, STRIDE_0, STRIDE_1, PADDING_0, PADDING_1)
+    index = tl.load(indices_ptr + at, mask=at < size, other=0).to(tl.int32)
+    code = (index // width - row) // DILATION_0 * KERNEL + (index % width - column) // DILATION_1
+    tl.store(codes_ptr + at, code.to(tl.uint8), mask=at < size)
+
+
+@triton.jit
+def _places_decode(
+    codes_ptr, indices_ptr, size, inner, down, across, width,
+    STRIDE_0: tl.constexpr, STRIDE_1: tl.constexpr, PADDING_0: tl.constexpr, PADDING_1: tl.constexpr,
+    DILATION_0: tl.constexpr, DILATION_1: tl.constexpr, KERNEL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row, column = _places_origins(at, inner, down, across, STRIDE_0, STRIDE_1, PADDING_0, PADDING_1)
+    code = tl.load(codes_ptr + at, mask=at < size, other=0).to(tl.int32)
+    index = (row + code // KERNEL * DILATION_0) * width + column + code % KERNEL * DILATION_1
+    tl.store(indices_ptr + at, index.to(tl.int64), mask=at < size)
+
+
+def _convert(kernel: Any, x: Tensor, window: PoolWindow, out: Tensor) -> None:
+    sizes = (x.numel(), 1 if x.is_contiguous() else x.shape[1], x.shape[-2], x.shape[-1], window.width)
+    pairs = {"STRIDE": window.stride, "PADDING": window.padding, "DILATION": window.dilation}
+    constants = {f"{name}_{dim}": pair[dim] for name, pair in pairs.items() for dim in (0, 1)}
+    grid = (triton.cdiv(x.numel(), BLOCK),)
+    kernel[grid](x, out, *sizes, **constants, KERNEL=window.kernel[1], BLOCK=BLOCK)
+
+
+def encode(indices: Tensor, window: PoolWindow, out: Tensor) -> None:
+    _convert(_places_encode, indices, window, out)
+
+
+def decode(codes: Tensor, window: PoolWindow, out: Tensor) -> None:
+    _convert(_places_decode, codes, window, out)

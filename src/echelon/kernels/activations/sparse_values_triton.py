@@ -85,23 +85,18 @@ def _sparse_expand(
 
 
 def compact(x: Tensor, bits: Tensor, total: int, block_ends: Tensor, block_format: BlockFormat | None) -> SparseValues:
-    rows, row = x.shape
-    at = split_row(row)
+    rows, split = len(x), split_row(x.shape[1])
     scaled = block_format is not None and block_format.has_scales
     values = x.new_empty(total, dtype=x.dtype if block_format is None else block_format.dtype)
-    scales = x.new_empty(rows, at.num_blocks, dtype=torch.float32) if scaled else empty_scales(x)
-    numbers = (row, at.num_chunks, at.num_blocks, block_format.max_value if block_format else 0.0, MIN_SCALE)
+    scales = x.new_empty(rows, split.num_blocks, dtype=torch.float32) if scaled else empty_scales(x)
+    numbers = (*split.numbers, block_format.max_value if block_format else 0.0, MIN_SCALE)
     narrow = {"NARROW": block_format is not None, "INT": values.dtype == torch.int8, "SCALED": scaled}
     tensors = (x, bits, block_ends, values, scales)
-    launch(_sparse_compact, rows * at.num_chunks, *tensors, *numbers, **narrow, CHUNK=at.chunk_size, SIZE=at.block_size)
+    launch(_sparse_compact, rows * split.num_chunks, *tensors, *numbers, **narrow, **split.constants)
     return SparseValues(values, scales, block_ends)
 
 
 def expand(sparse: SparseValues, bits: Tensor, block_format: BlockFormat | None, out: Tensor) -> None:
-    rows, row = out.shape
-    at = split_row(row)
-    tensors, numbers = (sparse.values, bits, sparse.block_ends, sparse.scales, out), (row, at.num_chunks, at.num_blocks)
+    split, tensors = split_row(out.shape[1]), (sparse.values, bits, sparse.block_ends, sparse.scales, out)
     scaled = block_format is not None and block_format.has_scales
-    launch(
-        _sparse_expand, rows * at.num_chunks, *tensors, *numbers, SCALED=scaled, CHUNK=at.chunk_size, SIZE=at.block_size
-    )
+    launch(_sparse_expand, len(out) * split.num_chunks, *tensors, *split.numbers, SCALED=scaled, **split.constants)

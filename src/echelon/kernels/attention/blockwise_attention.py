@@ -53,12 +53,11 @@ def attend(
     """
     _check_shapes(q, k, causal)
     if dropout_mask is None and (kernel := sdpa_lse.find_kernel(q, k, v, mask, causal)) is not None:
-        return kernel.attend(q, k, v, mask, causal)
+        return kernel.attend()
     out, lse = _empty_tokens_first(q, q.dtype), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
     masked = None if mask is None else mask.logical_not()
     for rows, keys in _query_chunks(q, k, causal):
-        scores = _scores(q[:, :, rows], k[:, :, keys])
-        _mask_scores_(scores, _mask_block(masked, q, k, rows, keys), causal, rows, keys)
+        scores = _masked_scores(q, k, masked, causal, rows, keys)
         chunk_lse = scores.logsumexp(-1)
         probs = _softmax_(scores, chunk_lse)
         if (dropped := _mask_block(dropout_mask, q, k, rows, keys)) is not None:
@@ -84,16 +83,14 @@ def attend_backward(
     """Return one block's contribution to (dq, dk, dv), given out and lse over all blocks, and the gradient of out."""
     _check_shapes(q, k, causal)
     if dropout_mask is None and (kernel := sdpa_lse.find_kernel(q, k, v, mask, causal)) is not None:
-        return kernel.attend_backward(gradient, q, k, v, out, lse, mask, causal)
+        return kernel.attend_backward(gradient, out, lse)
     dtype = lse.dtype
     dq = _empty_tokens_first(q, q.dtype)
     dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (k, v))
     masked = None if mask is None else mask.logical_not()
     for rows, keys in _query_chunks(q, k, causal):
         queries, block_k, block_v = q[:, :, rows], k[:, :, keys], v[:, :, keys].to(dtype)
-        scores = _scores(queries, block_k)
-        _mask_scores_(scores, _mask_block(masked, q, k, rows, keys), causal, rows, keys)
-        probs = _softmax_(scores, lse[:, :, rows])
+        probs = _softmax_(_masked_scores(q, k, masked, causal, rows, keys), lse[:, :, rows])
         g = gradient[:, :, rows].to(dtype)
         dprobs = (_group_heads(g, k) @ block_v.transpose(-1, -2)).view_as(probs)
         used = probs
@@ -141,9 +138,8 @@ class _PartialAccumulator:
 
     def _combine(self, target: PartialResult) -> PartialResult:
         for rows, parts in self._row_ranges():
-            _combine_parts(
-                _slice_rows(target, rows), [*parts, _slice_rows(self._total, rows)] if self._total else parts
-            )
+            before = [_slice_rows(self._total, rows)] if self._total else []
+            _combine_parts(_slice_rows(target, rows), [*parts, *before])
         return target
 
     def _row_ranges(self) -> Iterator[tuple[slice, list[PartialResult]]]:
@@ -169,17 +165,14 @@ class AttentionMerger(_PartialAccumulator):
     def result(self) -> tuple[Tensor, Tensor]:
         """Return (out in q's dtype, lse); 0 and -inf for rows without a block."""
         q = self._like
-        out, lse = self._combine(
-            (_empty_tokens_first(q, q.dtype), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype)))
-        )
+        empty_lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+        out, lse = self._combine((_empty_tokens_first(q, q.dtype), empty_lse))
         return out, lse
 
     def _identity(self) -> PartialResult:
-        q = self._like
+        q, dtype = self._like, accumulation_dtype(self._like.dtype)
         # Where lse is -inf, out is not read.
-        return _empty_tokens_first(q, accumulation_dtype(q.dtype)), q.new_full(
-            q.shape[:3], -inf, dtype=accumulation_dtype(q.dtype)
-        )
+        return _empty_tokens_first(q, dtype), q.new_full(q.shape[:3], -inf, dtype=dtype)
 
 
 class GradientAccumulator(_PartialAccumulator):
@@ -247,10 +240,15 @@ def _finite_lse(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -inf, 0.0)
 
 
-def _scores(q: Tensor, k: Tensor) -> Tensor:
-    dtype = accumulation_dtype(q.dtype)
+def _masked_scores(q: Tensor, k: Tensor, masked: Tensor | None, causal: bool, rows: slice, keys: slice) -> Tensor:
+    dtype, block = accumulation_dtype(q.dtype), _mask_block(masked, q, k, rows, keys)
+    q, k = q[:, :, rows], k[:, :, keys]
     scores = _group_heads(q.to(dtype) * _scale(q), k) @ k.to(dtype).transpose(-1, -2)
-    return scores.view(*q.shape[:3], k.shape[2])
+    scores = scores.view(*q.shape[:3], k.shape[2])
+    if causal:
+        row, key = (torch.arange(s.start, s.stop, device=scores.device) for s in (rows, keys))
+        scores.masked_fill_(key > row.unsqueeze(-1), -inf)
+    return scores if block is None else scores.masked_fill_(block, -inf)
 
 
 def _scale(q: Tensor) -> float:
@@ -260,14 +258,6 @@ def _scale(q: Tensor) -> float:
 def _group_heads(x: Tensor, k: Tensor) -> Tensor:
     """View x [B, H, T, ...] as [B, KV, H / KV * T, ...]: the heads that share a kv head are rows of one matrix."""
     return x.reshape(x.shape[0], k.shape[1], -1, x.shape[-1])
-
-
-def _mask_scores_(scores: Tensor, masked: Tensor | None, causal: bool, rows: slice, keys: slice) -> None:
-    if causal:
-        row, key = (torch.arange(s.start, s.stop, device=scores.device) for s in (rows, keys))
-        scores.masked_fill_(key > row.unsqueeze(-1), -inf)
-    if masked is not None:
-        scores.masked_fill_(masked, -inf)
 
 
 def _mask_block(x: Tensor | None, q: Tensor, k: Tensor, rows: slice, keys: slice) -> Tensor | None:

@@ -10,8 +10,8 @@ torch's own attention gives them for such a q: dense, [B, T, H, D] and [B, H, T]
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import inf
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,26 +23,31 @@ MASKED_SCORE = -1e30
 """added to masked scores: finite, since a fully masked row would otherwise be NaN"""
 
 
-class SdpaKernel(Protocol):
-    """A fused attention kernel."""
+@dataclass(frozen=True)
+class SdpaKernel:
+    """A fused attention kernel and its inputs."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    causal: bool
+
+    def attend(self) -> tuple[Tensor, Tensor]:
         """As `blockwise_attention.attend`."""
-        ...
+        raise NotImplementedError
 
-    def attend_backward(
-        self,
-        gradient: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def attend_backward(self, gradient: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As `blockwise_attention.attend_backward`."""
-        ...
+        # See [Note: one memory layout per shape].
+        return self._backward(_dense_tokens_first(gradient), _dense_tokens_first(out), lse.contiguous())
+
+    def _backward(self, gradient: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        raise NotImplementedError
+
+    @property
+    def _qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        return _tokens_first(self.q), _last_dim_contiguous(self.k), _last_dim_contiguous(self.v)
 
 
 def find_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> SdpaKernel | None:
@@ -50,69 +55,43 @@ def find_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bo
     if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or dispatch.autocast_enabled(q):
         return None
     # Requiring a gradient asks whether the kernel supports backward.
-    mask = None if mask is None else _expand_to_4d(mask)
-    params = torch.backends.cuda.SDPAParams(q.detach().requires_grad_(), k, v, mask, 0.0, causal, True)
+    mask_4d = None if mask is None else _expand_to_4d(mask)
+    params = torch.backends.cuda.SDPAParams(q.detach().requires_grad_(), k, v, mask_4d, 0.0, causal, True)
     if torch.backends.cuda.can_use_cudnn_attention(params):
-        return _CudnnKernel()
+        return _CudnnKernel(q, k, v, mask, causal)
     if mask is None and q.shape[-1] % 8 == 0 and torch.backends.cuda.can_use_flash_attention(params):
-        return _FlashKernel()
+        return _FlashKernel(q, k, v, mask, causal)
     return None
 
 
-class _CudnnKernel:
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
-        q, k, v = _tokens_first(q), _last_dim_contiguous(k), _last_dim_contiguous(v)
-        if mask is None:
-            return compat.cudnn_attention(q, k, v, None, causal)
-        out, lse = compat.cudnn_attention(q, k, v, _mask_to_bias(mask, q), causal)
-        fully_masked = mask.any(-1).logical_not()
+class _CudnnKernel(SdpaKernel):
+    def attend(self) -> tuple[Tensor, Tensor]:
+        out, lse = compat.cudnn_attention(*self._qkv, self._bias, self.causal)
+        if self.mask is None:
+            return out, lse
+        fully_masked = self.mask.any(-1).logical_not()
         return out.masked_fill_(fully_masked.unsqueeze(-1), 0.0), lse.masked_fill_(fully_masked, -inf)
 
-    def attend_backward(
-        self,
-        gradient: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        # See [Note: one memory layout per shape].
-        gradient, out, lse = _dense_tokens_first(gradient), _dense_tokens_first(out), lse.contiguous()
-        q, k, v = _tokens_first(q), _last_dim_contiguous(k), _last_dim_contiguous(v)
-        if mask is None:
-            return compat.cudnn_attention_backward(gradient, q, k, v, out, lse, None, causal)
-        lse = lse.masked_fill(lse == -inf, -MASKED_SCORE)  # makes every probability of a fully masked row 0
-        return compat.cudnn_attention_backward(gradient, q, k, v, out, lse, _mask_to_bias(mask, q), causal)
+    def _backward(self, gradient: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.mask is not None:
+            lse = lse.masked_fill(lse == -inf, -MASKED_SCORE)  # makes every probability of a fully masked row 0
+        return compat.cudnn_attention_backward(gradient, *self._qkv, out, lse, self._bias, self.causal)
+
+    @property
+    def _bias(self) -> Tensor | None:
+        if self.mask is None:
+            return None
+        least = max(MASKED_SCORE, torch.finfo(self.q.dtype).min)
+        masked = _expand_to_4d(self.mask).expand(-1, -1, self.q.shape[2], -1).logical_not()
+        return torch.zeros(masked.shape, dtype=self.q.dtype, device=self.q.device).masked_fill_(masked, least)
 
 
-class _FlashKernel:
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
-        return compat.flash_attention(_tokens_first(q), _last_dim_contiguous(k), _last_dim_contiguous(v), causal)
+class _FlashKernel(SdpaKernel):
+    def attend(self) -> tuple[Tensor, Tensor]:
+        return compat.flash_attention(*self._qkv, self.causal)
 
-    def attend_backward(
-        self,
-        gradient: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        gradient, out, lse = _dense_tokens_first(gradient), _dense_tokens_first(out), lse.contiguous()
-        return compat.flash_attention_backward(
-            gradient, _tokens_first(q), _last_dim_contiguous(k), _last_dim_contiguous(v), out, lse, causal
-        )
-
-
-def _mask_to_bias(mask: Tensor, q: Tensor) -> Tensor:
-    least = max(MASKED_SCORE, torch.finfo(q.dtype).min)
-    mask = _expand_to_4d(mask).expand(-1, -1, q.shape[2], -1)
-    return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(mask.logical_not(), least)
+    def _backward(self, gradient: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return compat.flash_attention_backward(gradient, *self._qkv, out, lse, self.causal)
 
 
 def _expand_to_4d(mask: Tensor) -> Tensor:

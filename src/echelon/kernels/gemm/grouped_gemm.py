@@ -76,13 +76,6 @@ def _group_slices(offsets: Tensor) -> Iterator[tuple[int, slice]]:
 
 
 def _use_grouped_mm(*tensors: Tensor) -> bool:
-    return (
-        all(
-            x.is_cuda
-            and x.dtype == torch.bfloat16
-            and x.numel() > 0
-            and x.shape[-1] * x.element_size() % ROW_ALIGNMENT_BYTES == 0
-            for x in tensors
-        )
-        and dispatch.triton_enabled()
-    )
+    supported = (x.is_cuda and x.dtype == torch.bfloat16 and x.numel() > 0 for x in tensors)
+    aligned = (x.shape[-1] * x.element_size() % ROW_ALIGNMENT_BYTES == 0 for x in tensors)
+    return all(supported) and all(aligned) and dispatch.triton_enabled()

@@ -37,14 +37,8 @@ def residual_rms_norm(
     s = x if delta is None else x + delta
     normed = F.rms_norm(s, weight.shape, weight, eps)
     if recompute:
-        tensor_metadata.attach(
-            normed, TensorMetadata(recompute=partial(_recompute_norm, s.detach(), weight.detach(), eps))
-        )
+        tensor_metadata.attach_recompute(normed, partial(F.rms_norm, s.detach(), weight.shape, weight.detach(), eps))
     return s, normed
-
-
-def _recompute_norm(s: Tensor, weight: Tensor, eps: float, _gradient: Tensor | None) -> Tensor:
-    return F.rms_norm(s, weight.shape, weight, eps)
 
 
 def _recompute_norm_triton(s: Tensor, scale: Tensor, weight: Tensor, _gradient: Tensor | None) -> Tensor:

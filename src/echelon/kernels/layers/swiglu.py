@@ -21,7 +21,7 @@ def silu_mul(gate: Tensor, up: Tensor, *, recompute: bool = False) -> Tensor:
         return F.silu(gate) * up
     out: Tensor = _SiluMul.apply(gate, up)
     saved_gate, saved_up = gate.detach(), up.detach()
-    return tensor_metadata.attach(out, TensorMetadata(recompute=lambda _gradient: F.silu(saved_gate) * saved_up))
+    return tensor_metadata.attach_recompute(out, lambda: F.silu(saved_gate) * saved_up)
 
 
 class _SiluMul(Function):
@@ -46,10 +46,8 @@ def swiglu(gate_up: Tensor, *, recompute: bool = False) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return silu_mul(gate, up, recompute=recompute)
     out, amax = _SwiGLU.apply(gate_up)
-    return tensor_metadata.attach(
-        out,
-        TensorMetadata(row_amax=amax, recompute=partial(_recompute_swiglu, gate_up.detach()) if recompute else None),
-    )
+    recompute_output = partial(_recompute_swiglu, gate_up.detach()) if recompute else None
+    return tensor_metadata.attach(out, TensorMetadata(row_amax=amax, recompute=recompute_output))
 
 
 def _recompute_swiglu(gate_up: Tensor, gradient: Tensor | None) -> Tensor:
@@ -59,9 +57,8 @@ def _recompute_swiglu(gate_up: Tensor, gradient: Tensor | None) -> Tensor:
         return swiglu_triton.forward(gate_up)[0]
     # One read of gate and up gives the output and the input gradient.
     input_gradient, amax, out = swiglu_triton.backward(gradient, gate_up, output=True)
-    tensor_metadata.attach(
-        gradient, TensorMetadata(input_gradient=tensor_metadata.attach(input_gradient, TensorMetadata(row_amax=amax)))
-    )
+    tensor_metadata.attach(input_gradient, TensorMetadata(row_amax=amax))
+    tensor_metadata.attach(gradient, TensorMetadata(input_gradient=input_gradient))
     return out
 
 

@@ -138,14 +138,9 @@ class MatrixTiles:
     def gradient_sums(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the sums of squares of the gradient over rows and over columns, and of the weights."""
         partials, squares = self._empty_partials(), self._empty(*self._grid)
+        weights = (view_as_int16(self.high), self.low)
         _factored_sums[self._grid](
-            view_as_int16(self.high),
-            self.low,
-            view_as_int16(self.gradient),
-            self.grad_scale,
-            *partials,
-            squares,
-            **self._launch_args,
+            *weights, view_as_int16(self.gradient), self.grad_scale, *partials, squares, **self._launch_args
         )
         return *self._reduce_partials(partials, "sum"), squares.sum()
 
@@ -202,9 +197,8 @@ class MatrixTiles:
 
     @property
     def _launch_args(self) -> dict[str, int | bool]:
-        sizes = dict(
-            zip(("rows", "columns", "unpadded_rows", "unpadded_columns"), (*self.shape, *self.unpadded), strict=True)
-        )
+        names = ("rows", "columns", "unpadded_rows", "unpadded_columns")
+        sizes = dict(zip(names, (*self.shape, *self.unpadded), strict=True))
         return {**sizes, "ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": WARPS, "enable_fp_fusion": False}
 
     @property

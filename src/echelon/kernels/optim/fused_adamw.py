@@ -29,18 +29,8 @@ from torch import Tensor
 from echelon.kernels.optim.split_fp32 import join_halves, split_halves
 from echelon.kernels.optim.stochastic_round import ElementIndices, random_bits, second_hash_bits, stochastic_round
 
-(
-    BETA1,
-    ONE_MINUS_BETA1,
-    BETA2,
-    ONE_MINUS_BETA2,
-    EPS,
-    STEP_SIZE,
-    RSQRT_CORRECTION,
-    DECAY_FACTOR,
-    GRAD_SCALE,
-    DO_UPDATE,
-) = range(10)
+BETA1, ONE_MINUS_BETA1, BETA2, ONE_MINUS_BETA2, EPS = range(5)
+STEP_SIZE, RSQRT_CORRECTION, DECAY_FACTOR, GRAD_SCALE, DO_UPDATE = range(5, 10)
 """positions in `constants`; STEP_SIZE is lr / (1 - beta1^t), RSQRT_CORRECTION 1 / sqrt(1 - beta2^t), DECAY_FACTOR
 1 - lr decay"""
 CHUNK = 1 << 20
@@ -91,21 +81,12 @@ def update(
     for begin, end, decays in ((0, num_decayed, True), (num_decayed, len(high), False)):
         for start in range(begin, end, CHUNK):
             chunk = slice(start, min(start + CHUNK, end))
-            _update_chunk(
-                high[chunk],
-                None if low is None else low[chunk],
-                (exp_avg[chunk], exp_avg_sq[chunk]),
-                gradient[chunk],
-                constants,
-                step,
-                decays,
-                indices.advance(start),
-            )
+            weights, moments = (high[chunk], None if low is None else low[chunk]), (exp_avg[chunk], exp_avg_sq[chunk])
+            _update_chunk(weights, moments, gradient[chunk], constants, step, decays, indices.advance(start))
 
 
 def _update_chunk(
-    high: Tensor,
-    low: Tensor | None,
+    weights: tuple[Tensor, Tensor | None],
     moments: tuple[Tensor, Tensor],
     gradient: Tensor,
     constants: Tensor,
@@ -113,7 +94,7 @@ def _update_chunk(
     decays: bool,
     indices: ElementIndices,
 ) -> None:
-    dtype, do_update = constants.dtype, constants[DO_UPDATE] != 0
+    (high, low), dtype, do_update = weights, constants.dtype, constants[DO_UPDATE] != 0
     before = high.to(dtype) if low is None else join_halves(high, low)
     w, *new_moments = adamw_step(before, moments[0].to(dtype), moments[1].to(dtype), gradient, constants, decays)
     rounded_dtypes = {high.dtype, moments[0].dtype} if low is None else {moments[0].dtype}

@@ -21,18 +21,18 @@ QUIET_NAN = 0x7FC00000
 def join_halves(high: Tensor, low: Tensor) -> Tensor:
     """Return the float32 values of bfloat16 and int16 halves."""
     if dispatch.use_triton_update(high.device):
-        from echelon.kernels.optim import split_fp32_triton
+        from echelon.kernels.optim import weight_formats_triton
 
-        return split_fp32_triton.join_halves(high, low)
+        return weight_formats_triton.join_halves(high, low)
     return ((high.view(torch.int16).to(torch.int32) << 16) + low).view(torch.float32)
 
 
 def split_halves(values: Tensor, high: Tensor, low: Tensor) -> None:
     """Write both halves of float32 values; the inverse of `join_halves`."""
     if dispatch.use_triton_update(high.device):
-        from echelon.kernels.optim import split_fp32_triton
+        from echelon.kernels.optim import weight_formats_triton
 
-        split_fp32_triton.split_halves(values, high, low)
+        weight_formats_triton.split_halves(values, high, low)
         return
     bits = torch.where(values.isnan(), QUIET_NAN, values.view(torch.int32))
     upper = (bits + 0x8000) >> 16

@@ -44,7 +44,7 @@ from torch.overrides import TorchFunctionMode
 from echelon import compat
 from echelon.kernels.activations import bitmask, max_pool
 from echelon.kernels.activations.blockwise_cast import FORMATS, BlockFormat
-from echelon.kernels.activations.pool_indices import PoolWindow, encode
+from echelon.kernels.activations.max_pool import PoolWindow, encode
 from echelon.kernels.tensor_spec import TensorSpec, is_dense, is_dense_by_sample
 from echelon.memory.compression import cost as compression_cost
 from echelon.memory.compression.saved_tensor_formats import (

@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from echelon.kernels.activations import bitmask, blockwise_cast, pool_indices, sparse_values
+from echelon.kernels.activations import bitmask, blockwise_cast, max_pool, sparse_values
 from echelon.kernels.activations.blockwise_cast import BlockFormat
-from echelon.kernels.activations.pool_indices import PoolWindow
+from echelon.kernels.activations.max_pool import PoolWindow
 from echelon.kernels.activations.sparse_values import NonzeroCount, SparseValues
 from echelon.kernels.tensor_spec import TensorSpec, as_rows
 
@@ -96,7 +96,7 @@ class PoolIndexTensor:
     window: PoolWindow
 
     def restore(self) -> Tensor:
-        return pool_indices.decode(self.codes, self.window)
+        return max_pool.decode(self.codes, self.window)
 
     def tensors(self) -> Iterator[Tensor]:
         yield self.codes

@@ -78,9 +78,9 @@ class WeightEMA:
 @torch.no_grad()
 def _update_ema(segment: FlatSegment, average: Tensor, decay: float, do_update: Tensor) -> None:
     if segment.use_triton:
-        from echelon.kernels.optim import ema_triton
+        from echelon.kernels.optim.elementwise_updates_triton import update_ema
 
-        ema_triton.update_ema(average, *segment.weights, do_update, 1 - decay)
+        update_ema(average, *segment.weights, do_update, 1 - decay)
         return
     for chunk, _ in segment.chunks():
         current = average[chunk]

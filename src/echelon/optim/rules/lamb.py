@@ -67,11 +67,11 @@ class LAMB:
         """Update the moments; return the sums of squares of weights and update direction. Padding is 0."""
         exp_avg, exp_avg_sq = (state[rectangle.start : rectangle.stop] for state in self._moments[shard])
         if shard.use_triton:
-            from echelon.kernels.optim import lamb_triton
+            from echelon.kernels.optim import elementwise_updates_triton
 
             high, low = shard.rectangle_weights(rectangle)
             gradient = shard.param_group.grad[shard.rectangle_slice(rectangle)]
-            return lamb_triton.update_moments(
+            return elementwise_updates_triton.lamb_update_moments(
                 *(high, low, exp_avg, exp_avg_sq, gradient, grad_scale, do_update, self._constants),
                 weight_decay=shard.weight_decay,
                 betas=self._betas,
@@ -84,11 +84,11 @@ class LAMB:
 
     def _apply(self, shard: ParamShard, rectangle: MatrixRectangle, rate: Tensor, do_update: Tensor) -> None:
         if shard.use_triton:
-            from echelon.kernels.optim import lamb_triton
+            from echelon.kernels.optim import elementwise_updates_triton
 
             (high, low), (step, indices) = shard.rectangle_weights(rectangle), shard.rounding_args(rectangle)
             exp_avg, exp_avg_sq = (state[rectangle.start : rectangle.stop] for state in self._moments[shard])
-            lamb_triton.apply_update(
+            elementwise_updates_triton.lamb_apply_update(
                 high,
                 low,
                 exp_avg,

@@ -41,10 +41,10 @@ class Lion:
     def _update_triton(
         self, segment: FlatSegment, exp_avg: Tensor, lr: float, grad_scale: Tensor, do_update: Tensor
     ) -> None:
-        from echelon.kernels.optim import lion_triton
+        from echelon.kernels.optim.elementwise_updates_triton import lion_update
 
-        lion_triton.update(
-            *(*segment.weights, exp_avg, segment.gradient, grad_scale, do_update, segment.step),
+        lion_update(
+            (*segment.weights, exp_avg, segment.gradient, grad_scale, do_update, segment.step),
             lr=lr,
             weight_decay=segment.weight_decay,
             num_decayed=segment.num_decayed,

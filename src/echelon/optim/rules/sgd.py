@@ -36,10 +36,10 @@ class FusedSGD:
     def _update_triton(
         self, segment: FlatSegment, momentum_buffer: Tensor | None, lr: float, grad_scale: Tensor, do_update: Tensor
     ) -> None:
-        from echelon.kernels.optim import sgd_triton
+        from echelon.kernels.optim.elementwise_updates_triton import sgd_update
 
-        sgd_triton.update(
-            *(*segment.weights, momentum_buffer, segment.gradient, grad_scale, do_update, segment.step),
+        sgd_update(
+            (*segment.weights, momentum_buffer, segment.gradient, grad_scale, do_update, segment.step),
             lr=lr,
             weight_decay=segment.weight_decay,
             num_decayed=segment.num_decayed,
