@@ -21,7 +21,6 @@ from echelon.kernels.attention import blockwise_attention_triton, rope_triton
 from echelon.kernels.gemm import fp8_cast_triton, grouped_gemm_triton
 from echelon.kernels.layers import cross_entropy_triton, rmsnorm_triton, swiglu_triton
 from echelon.kernels.optim import (
-    adamw_int8_triton,
     elementwise_updates_triton,
     factored_moments_triton,
     fused_adamw_triton,
@@ -134,7 +133,7 @@ def updates() -> None:
             compiled(fused_adamw_triton._adamw, 4, {**block, **here}, fused=False, **types)
         alone = {**own, "exp_avg_ptr": "*fp32", "momentum_ptr": "*fp32"}
         both = {**alone, "exp_avg_sq_ptr": "*fp32"}
-        compiled(adamw_int8_triton._adamw_int8, 4, {**blocks, **left_out}, fused=False, **alone)
+        compiled(fused_adamw_triton._adamw_int8, 4, {**blocks, **left_out}, fused=False, **alone)
         compiled(elementwise_updates_triton._lion, 4, {**block, **left_out}, fused=False, **alone)
         compiled(elementwise_updates_triton._sgd, 4, {**block, **left_out}, fused=False, **alone)
         compiled(elementwise_updates_triton._sgd, 4, {**block, **left_out, "momentum_ptr": None}, fused=False, **alone)

@@ -29,8 +29,8 @@ from echelon.training.engine import Engine
 from tests.optim.same_gradients import feed
 
 triton = pytest.importorskip("triton")
-adamw_int8_triton = pytest.importorskip("echelon.kernels.optim.adamw_int8_triton")
-tl, _nearest_code = triton.language, adamw_int8_triton._nearest_code
+fused_adamw_triton = pytest.importorskip("echelon.kernels.optim.fused_adamw_triton")
+tl, _nearest_code = triton.language, fused_adamw_triton._nearest_code
 
 BOX = ElementIndices(start=3, key=0xFEDCBA98, sizes=(4, 5), strides=(77, 11), base=2**32 - 20)
 FORMS = ("whole", "split", "rounded")

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -11,7 +10,7 @@ from echelon.kernels.attention.rope import Rotation
 from echelon.models.attention import AttentionContext, document_positions
 from echelon.models.layers import LMHead
 from echelon.models.model_config import IGNORE_INDEX, ModelConfig
-from echelon.models.pipeline_model import PipelineLayer, PipelineModel
+from echelon.models.pipeline_model import PipelineLayer, PipelineModel, block_layers
 from echelon.models.transformer_block import HiddenStates, run_block, split_hidden
 from echelon.moe.gates.gate import Gate
 from echelon.rng import ONES, ZEROS, Init, normal_init
@@ -106,15 +105,11 @@ class LanguageModel(nn.Module):
     # -- pipeline layers ----------------------------------------------------------------------------------------------
 
     def pipeline_model(self) -> PipelineModel:
-        blocks = (
-            PipelineLayer(f"blocks.{i}", (f"blocks.{i}",), partial(self._block_layer, i))
-            for i in range(len(self.blocks))
-        )
         return PipelineModel(
             layers=(
-                PipelineLayer("embed", self.embedding_modules, self._embed_layer),
-                *blocks,
-                PipelineLayer("head", ("norm", "head"), self._head_layer),
+                PipelineLayer("embed", self.embedding_modules, self._run_embedding),
+                *block_layers(self.blocks, lambda block, hidden, context, **_inputs: run_block(block, hidden, context)),
+                PipelineLayer("head", ("norm", "head"), self._run_head),
             ),
             shared=lambda tokens, targets=None, documents=None, positions=None: self.attention_context(
                 tokens, documents, positions
@@ -123,19 +118,12 @@ class LanguageModel(nn.Module):
             logits=lambda hidden, _shared, **_inputs: self.head.logits(self.norm(split_hidden(hidden)[0])),
         )
 
-    def _embed_layer(
-        self, _carried: None, context: AttentionContext, tokens: Tensor, **_inputs: Tensor
-    ) -> HiddenStates:
+    def _run_embedding(self, _hidden: None, context: AttentionContext, tokens: Tensor, **_inputs: Tensor) -> Tensor:
         self.check_length(tokens)
         return self.embed_inputs(tokens, context)
 
-    def _block_layer(
-        self, index: int, hidden: HiddenStates, context: AttentionContext, **_inputs: Tensor
-    ) -> HiddenStates:
-        return run_block(self.blocks[index], hidden, context)
-
-    def _head_layer(
-        self, hidden: HiddenStates, _context: AttentionContext, targets: Tensor, **_inputs: Tensor
+    def _run_head(
+        self, hidden: HiddenStates, _context: Any, targets: Tensor, **_inputs: Tensor
     ) -> tuple[Tensor, Tensor]:
         return self.compute_loss(hidden, targets)
 

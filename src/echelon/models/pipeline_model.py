@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -65,6 +66,15 @@ class PipelineModel:
     """the shared values of tokens start .. stop - 1 of every sequence (TeraPipe)"""
     logits: Callable[..., Any] | None = None
     """replaces the last layer in generation: (hidden, shared, **inputs) to logits"""
+
+
+def block_layers(blocks: nn.ModuleList, run: Callable[..., Any]) -> tuple[PipelineLayer, ...]:
+    """A layer for each of `blocks`, which runs as `run(block, hidden, shared, **inputs)`."""
+
+    def run_block(index: int, *given: Any, **inputs: Any) -> Any:
+        return run(blocks[index], *given, **inputs)  # by index: parallelism may replace a block
+
+    return tuple(PipelineLayer(f"blocks.{i}", (f"blocks.{i}",), partial(run_block, i)) for i in range(len(blocks)))
 
 
 def get_pipeline_model(model: nn.Module) -> PipelineModel:

@@ -18,6 +18,25 @@ _ROTARY: Mapping[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
 }
 _MLA: Mapping[str, tuple[Any, ...]] = {**_ROTARY, "moe_layer_freq": (1,), "rms_norm_eps": (MLA_EPSILON,)}
+_GPT2: Mapping[str, tuple[Any, ...]] = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+    "quantization_config": (None,),
+}
+_DEEPSEEK_V2: Mapping[str, tuple[Any, ...]] = {
+    **_MLA,
+    "scoring_func": ("softmax",),
+    "topk_method": ("greedy", "group_limited_greedy"),
+    "norm_topk_prob": (False,),
+}
+_DEEPSEEK_V3: Mapping[str, tuple[Any, ...]] = {
+    **_MLA,
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "rope_interleave": (True,),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,17 +82,7 @@ HF_ARCHITECTURES: Mapping[str, HFArchitecture] = {
     "gpt2": HFArchitecture(
         keys="gpt2",
         tied=True,
-        training=TrainingSupport(
-            class_name="GPT2LMHeadModel",
-            epsilon=1e-5,
-            supported_values={
-                "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-                "scale_attn_weights": (True,),
-                "scale_attn_by_inverse_layer_idx": (False,),
-                "add_cross_attention": (False,),
-                "quantization_config": (None,),
-            },
-        ),
+        training=TrainingSupport(class_name="GPT2LMHeadModel", epsilon=1e-5, supported_values=_GPT2),
     ),
     "gpt_neox": HFArchitecture(keys="gpt_neox"),
     "llama": HFArchitecture(training=TrainingSupport(class_name="LlamaForCausalLM")),
@@ -109,28 +118,12 @@ HF_ARCHITECTURES: Mapping[str, HFArchitecture] = {
     "deepseek_v2": HFArchitecture(
         keys="deepseek",
         experts_key="n_routed_experts",
-        training=TrainingSupport(
-            class_name="DeepseekV2ForCausalLM",
-            supported_values={
-                **_MLA,
-                "scoring_func": ("softmax",),
-                "topk_method": ("greedy", "group_limited_greedy"),
-                "norm_topk_prob": (False,),
-            },
-        ),
+        training=TrainingSupport(class_name="DeepseekV2ForCausalLM", supported_values=_DEEPSEEK_V2),
     ),
     "deepseek_v3": HFArchitecture(
         keys="deepseek",
         experts_key="n_routed_experts",
-        training=TrainingSupport(
-            class_name="DeepseekV3ForCausalLM",
-            supported_values={
-                **_MLA,
-                "scoring_func": ("sigmoid",),
-                "topk_method": ("noaux_tc",),
-                "rope_interleave": (True,),
-            },
-        ),
+        training=TrainingSupport(class_name="DeepseekV3ForCausalLM", supported_values=_DEEPSEEK_V3),
     ),
 }
 """by model_type"""

@@ -26,6 +26,7 @@ from echelon.models.moe_config import MoEConfig
 
 CONFIG_FILE = "config.json"
 MAX_LAYERS = 10_000
+DROPOUT_KEYS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 LLAMA3_ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -150,22 +151,14 @@ def _model_type(given: Mapping[str, Any], known: Mapping[str, object], message: 
 
 
 def _gpt2(values: ConfigValues, name: str) -> ModelSpec:
-    width, heads = values.integer("n_embd"), values.integer("n_head")
-    _check_divides(values, "n_head", heads, "n_embd", width)
-    rates = [values.given.get(key, 0.1) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
-    return ModelSpec(
-        name=name,
-        layers=_num_layers(values, "n_layer"),
-        width=width,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=max(width // heads, 1),
-        ffn=values.integer("n_inner", 4 * width),
+    spec = _sizes(values, name, width="n_embd", heads="n_head", layers="n_layer")
+    _check_divides(values, "n_head", spec.heads, "n_embd", spec.width)
+    return replace(
+        spec,
+        ffn=values.integer("n_inner", 4 * spec.width),
         gated_mlp=False,
-        vocab=values.integer("vocab_size"),
         biases=True,
-        dropout=any(rates),
-        tied=values.boolean("tie_word_embeddings", values.known.tied),
+        dropout=any(values.given.get(key, 0.1) for key in DROPOUT_KEYS),
         max_seq_len=values.integer("n_positions"),
         learned_positions=True,
     )
@@ -214,18 +207,24 @@ def _deepseek(values: ConfigValues, name: str) -> ModelSpec:
 
 def _common(values: ConfigValues, name: str) -> ModelSpec:
     """What all but GPT-2 name alike."""
-    width, heads = values.integer("hidden_size"), values.integer("num_attention_heads")
+    spec = _sizes(values, name, width="hidden_size", heads="num_attention_heads", layers="num_hidden_layers")
+    ffn, longest = values.integer("intermediate_size"), values.integer("max_position_embeddings", 0)
+    return replace(spec, ffn=ffn, max_seq_len=longest)
+
+
+def _sizes(values: ConfigValues, name: str, *, width: str, heads: str, layers: str) -> ModelSpec:
+    """The sizes under these keys, as of a model with a gated MLP and no biases."""
+    hidden, num_heads = values.integer(width), values.integer(heads)
     return ModelSpec(
         name=name,
-        layers=_num_layers(values, "num_hidden_layers"),
-        width=width,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=max(width // heads, 1),
-        ffn=values.integer("intermediate_size"),
+        layers=_num_layers(values, layers),
+        width=hidden,
+        heads=num_heads,
+        kv_heads=num_heads,
+        head_dim=max(hidden // num_heads, 1),
+        ffn=1,
         gated_mlp=True,
         vocab=values.integer("vocab_size"),
-        max_seq_len=values.integer("max_position_embeddings", 0),
         tied=values.boolean("tie_word_embeddings", values.known.tied),
     )
 
@@ -311,7 +310,7 @@ def _check_supported(values: ConfigValues) -> None:
 
 
 def _gpt2_training(values: ConfigValues, spec: ModelSpec) -> dict[str, Any]:
-    rates = {key: values.number(key, 0.1) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
+    rates = {key: values.number(key, 0.1) for key in DROPOUT_KEYS}
     if len({*rates.values()}) > 1:
         values.add("resid_pdrop", f"is not the rate of all dropout ({rates}), of which ours have one", "equal rates")
     epsilon = values.number("layer_norm_epsilon", values.support.epsilon)

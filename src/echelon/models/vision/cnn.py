@@ -57,11 +57,9 @@ def vgg16(classes: int = 1000, side: int = 224, width_multiplier: float = 1.0, d
     channels = 3
     for stage in VGG_16:
         for width in stage:
-            layers += [
-                nn.Conv2d(channels, _scale_channels(width, width_multiplier), 3, padding=1),
-                nn.ReLU(inplace=True),
-            ]
-            channels = _scale_channels(width, width_multiplier)
+            out = _scale_channels(width, width_multiplier)
+            layers += [nn.Conv2d(channels, out, 3, padding=1), nn.ReLU(inplace=True)]
+            channels = out
         layers.append(nn.MaxPool2d(2))
     return _with_head(layers, channels, side, classes, _scale_channels(HIDDEN, width_multiplier), dropout)
 
@@ -71,11 +69,10 @@ def resnet50(classes: int = 1000, width_multiplier: float = 1.0) -> ImageClassif
     layers: list[nn.Module] = [nn.Conv2d(3, channels, 7, stride=2, padding=3, bias=False), nn.BatchNorm2d(channels)]
     layers += [nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, padding=1)]
     for number, (width, blocks) in enumerate(RESNET_50):
+        inner = _scale_channels(width, width_multiplier)
         for block in range(blocks):
-            layers.append(
-                Bottleneck(channels, _scale_channels(width, width_multiplier), 2 if number and not block else 1)
-            )
-            channels = EXPANSION * _scale_channels(width, width_multiplier)
+            layers.append(Bottleneck(channels, inner, 2 if number and not block else 1))
+            channels = EXPANSION * inner
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
     return ImageClassifier(nn.Sequential(*layers), head)
 

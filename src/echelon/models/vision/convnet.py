@@ -1,14 +1,13 @@
 """A small convolutional network with batch normalisation, for images [B, 3, side, side] and labels [B]."""
 
 import math
-from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.models.layers import loss_sum
 from echelon.models.model_config import KERNEL_WEIGHTS, ModelConfig
-from echelon.models.pipeline_model import PipelineLayer, PipelineModel
+from echelon.models.pipeline_model import PipelineLayer, PipelineModel, block_layers
 from echelon.rng import ONES, ZEROS, Init, normal_init
 
 
@@ -46,15 +45,8 @@ class ConvNet(nn.Module):
         return out
 
     def pipeline_model(self) -> PipelineModel:
-        blocks = (
-            PipelineLayer(f"blocks.{i}", (f"blocks.{i}",), partial(self._block_layer, i))
-            for i in range(len(self.blocks))
-        )
+        blocks = block_layers(self.blocks, lambda block, x, _shared, images, labels: block(images if x is None else x))
         return PipelineModel(layers=(*blocks, PipelineLayer("head", ("drop", "head"), self._head_layer)))
-
-    def _block_layer(self, index: int, x: Tensor | None, _shared: None, images: Tensor, labels: Tensor) -> Tensor:
-        out: Tensor = self.blocks[index](images if x is None else x)
-        return out
 
     def _head_layer(self, x: Tensor, _shared: None, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return loss_sum(self._classify(x), labels)

@@ -4,7 +4,7 @@ The rule is AdamW's (kernels/optim/fused_adamw.py). A step dequantizes the momen
 and quantizes them again: m with a sign, v without. Blocks are within one rank's piece of one parameter, so layouts have
 different blocks, and differ by the quantization error. Parameters below 4096 elements keep float32 moments.
 
-One kernel on a GPU (kernels/optim/adamw_int8_triton.py), plain torch elsewhere; they agree bit for bit.
+One kernel on a GPU (kernels/optim/fused_adamw_triton.py), plain torch elsewhere; they agree bit for bit.
 """
 
 from __future__ import annotations
@@ -120,12 +120,10 @@ def update(
 ) -> None:
     """Update as `fused_adamw.update`, with one weight decay for all elements."""
     if dispatch.use_triton_update(high.device, constants.dtype):
-        from echelon.kernels.optim import adamw_int8_triton
+        from echelon.kernels.optim.fused_adamw_triton import update_int8
 
         moments = (exp_avg.tensors, exp_avg_sq.tensors)
-        adamw_int8_triton.update(
-            high, low, *moments, gradient, constants, step, block_size=QUANTIZATION_BLOCK, indices=indices
-        )
+        update_int8(high, low, *moments, gradient, constants, step, block_size=QUANTIZATION_BLOCK, indices=indices)
         return
     for start in range(0, len(high), CHUNK_NUMEL):
         chunk = slice(start, min(start + CHUNK_NUMEL, len(high)))
