@@ -94,15 +94,11 @@ def get_pipeline_model(model: nn.Module) -> PipelineModel:
 
 def _check(model: nn.Module, layers: Sequence[PipelineLayer]) -> None:
     """Require unique names, known modules, and a layer for every parameter."""
-    names = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    names |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    names = {*parameters, *(name for name, _ in model.named_modules(remove_duplicate=False))}
     unknown = [f"{name} ({layer.name})" for layer in layers for name in layer.modules if name not in names]
     used = [name for layer in layers for name in layer.modules]
-    unused = [
-        name
-        for name, _ in model.named_parameters(remove_duplicate=False)
-        if not any(is_within(name, module) for module in used)
-    ]
+    unused = [name for name in parameters if not any(is_within(name, module) for module in used)]
     duplicates = [name for name, count in Counter(layer.name for layer in layers).items() if count > 1]
     problems = [f"unknown modules: {', '.join(unknown)}"] if unknown else []
     problems += [f"several layers are named {', '.join(duplicates)}"] if duplicates else []

@@ -33,10 +33,8 @@ def validate_spec(spec: str, *, key: str = "model", legal: str = "file.py:factor
     names = set(_defined_names(tree))
     if name not in names and "*" not in names:
         defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-        rule = f"names nothing in the file (no {name!r} in {path})"
-        yield ValidationIssue(
-            key=key, value=spec, message=rule, legal=", ".join(defined), hint=did_you_mean(name, defined)
-        )
+        message, hint = f"names nothing in the file (no {name!r} in {path})", did_you_mean(name, defined)
+        yield ValidationIssue(key=key, value=spec, message=message, legal=", ".join(defined), hint=hint)
 
 
 def _defined_names(tree: ast.AST) -> Iterator[str]:

@@ -15,9 +15,8 @@ DEFAULT_GROUP_SIZE = 4
 
 def most_square_divisor(num_experts: int) -> int:
     """The largest divisor up to the square root: both levels of a hierarchy choose among few."""
-    return max(
-        a for a in range(1, max(num_experts, 1) + 1) if a == 1 or (num_experts % a == 0 and a * a <= num_experts)
-    )
+    candidates = range(1, max(num_experts, 1) + 1)
+    return max(a for a in candidates if a == 1 or (num_experts % a == 0 and a * a <= num_experts))
 
 
 def num_router_rows(gate: str, num_experts: int, options: Mapping[str, Any]) -> int:

@@ -68,9 +68,8 @@ class MoELayer(nn.Module):
         def finish() -> Tensor:
             order = TokenPermutation.from_routing(routing)
             order = order.truncate(int(order.counts.sum())) if trim else order
-            return order.unpermute(
-                self.experts(order.permute(x), order.expert_ends, order.dropout_keys), routing.weights
-            )
+            y = self.experts(order.permute(x), order.expert_ends, order.dropout_keys)
+            return order.unpermute(y, routing.weights)
 
         return finish
 

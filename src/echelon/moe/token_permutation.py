@@ -82,9 +82,8 @@ class TokenPermutation:
         """Leave out dropped assignments, those after the first `num_sent`."""
         if num_sent == len(self.tokens):
             return self
-        return replace(
-            self, num_sent=num_sent, dropout_keys=None if self.dropout_keys is None else self.dropout_keys[:num_sent]
-        )
+        keys = None if self.dropout_keys is None else self.dropout_keys[:num_sent]
+        return replace(self, num_sent=num_sent, dropout_keys=keys)
 
     def permute(self, x: Tensor) -> Tensor:
         """[A, ...]: the token of each assignment, from [tokens, ...]."""

@@ -97,9 +97,8 @@ class _MaxPool(Function):
         rows, channels, down, across = x.shape
         size = (rows, channels, down // window.kernel[0], across // window.kernel[1])
         memory_format = torch.contiguous_format if x.is_contiguous() else torch.channels_last
-        out, codes = (
-            torch.empty(size, dtype=t, device=x.device, memory_format=memory_format) for t in (x.dtype, torch.uint8)
-        )
+        out = torch.empty(size, dtype=x.dtype, device=x.device, memory_format=memory_format)
+        codes = torch.empty_like(out, dtype=torch.uint8)
         max_pool_triton.max_pool(x, window, out, codes)
         ctx.save_for_backward(codes)
         ctx.window, ctx.input, ctx.output = window, TensorSpec.from_tensor(x), TensorSpec.from_tensor(out)

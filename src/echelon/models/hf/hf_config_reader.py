@@ -403,11 +403,8 @@ def _deepseek_training(values: ConfigValues, spec: ModelSpec) -> dict[str, Any]:
         values.add("topk_group", f"{message} (num_experts_per_tok={moe.top_k})", "half of num_experts_per_tok")
     if not moe.shared_ffn:
         values.add("n_shared_experts", "is 0, and transformers' model has shared experts", "1 or more")
-    options: list[tuple[str, Any]] = [
-        ("num_groups", groups),
-        ("group_limit", limit),
-        ("scale", values.number("routed_scaling_factor", 1.0)),
-    ]
+    scale = values.number("routed_scaling_factor", 1.0)
+    options: list[tuple[str, Any]] = [("num_groups", groups), ("group_limit", limit), ("scale", scale)]
     if model_type == "deepseek_v3":
         options.append(("normalise", values.boolean("norm_topk_prob", True)))
     config = MoEConfig(

@@ -168,10 +168,9 @@ def _gpt2_mappings(config: ModelConfig) -> Iterator[ParamMapping]:
                 yield ParamMapping((f"{native}{one}.{attribute}",), (f"{hf}{other}.{attribute}",))
             for one, other in (("attn.o", "attn.c_proj"), ("mlp.up", "mlp.c_fc"), ("mlp.down", "mlp.c_proj")):
                 yield ParamMapping((f"{native}{one}.{attribute}",), (f"{hf}{other}.{attribute}",), transform, transform)
-            parts = tuple(f"{native}attn.{part}.{attribute}" for part in ("q", "k", "v"))
-            yield ParamMapping(
-                parts, (f"{hf}attn.c_attn.{attribute}",), partial(_merge_qkv, transform), partial(_split_qkv, transform)
-            )
+            qkv = tuple(f"{native}attn.{part}.{attribute}" for part in ("q", "k", "v"))
+            merge, split = partial(_merge_qkv, transform), partial(_split_qkv, transform)
+            yield ParamMapping(qkv, (f"{hf}attn.c_attn.{attribute}",), merge, split)
     yield ParamMapping(("norm.weight",), ("transformer.ln_f.weight",))
     yield ParamMapping(("norm.bias",), ("transformer.ln_f.bias",))
     if not config.tied:
@@ -200,11 +199,9 @@ def _mla_mappings(latent: MLAConfig, native: str, hf: str) -> Iterator[ParamMapp
     query = "q_b_proj" if latent.query_rank else "q_proj"
     # `q` has heads of nope and rope rows, `kv_down` one latent of kv_rank and rope rows.
     for one, other, before in (("heads.q", query, latent.nope_dim), ("kv_down", "kv_a_proj_with_mqa", latent.kv_rank)):
-        out, back = (
-            partial(_reorder_rope_rows, before, latent.rope_dim, change)
-            for change in (_interleave_pairs, _deinterleave_pairs)
-        )
-        yield ParamMapping((f"{native}{one}.weight",), (f"{hf}{other}.weight",), out, back)
+        reorder = partial(_reorder_rope_rows, before, latent.rope_dim)
+        to_hf, from_hf = partial(reorder, _interleave_pairs), partial(reorder, _deinterleave_pairs)
+        yield ParamMapping((f"{native}{one}.weight",), (f"{hf}{other}.weight",), to_hf, from_hf)
 
 
 def _reorder_rope_rows(

@@ -85,9 +85,8 @@ def within_capacity(experts: Tensor, factor: float | None, num_experts: int) -> 
     if factor is None:
         return None
     choices = experts.flatten(1)
-    return positions_in_expert(choices, num_experts).view_as(experts) < expert_capacity(
-        factor, choices.shape[1], num_experts
-    )
+    capacity = expert_capacity(factor, choices.shape[1], num_experts)
+    return positions_in_expert(choices, num_experts).view_as(experts) < capacity
 
 
 def switch_loss(balance: float, experts: Tensor, p: Tensor) -> Tensor:

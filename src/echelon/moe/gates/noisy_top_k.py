@@ -134,9 +134,8 @@ class Hierarchical(TokenGate):
 
     def _load(self, primary: NoisyLogits, secondary: NoisyLogits, groups: Tensor, inside: int) -> Tensor:
         """[G, E]"""
-        chosen = scatter_dense(
-            groups, primary.clean.new_ones(groups.shape), self.num_groups
-        )  # [G, T, a]: the token is in X_i
+        ones = primary.clean.new_ones(groups.shape)
+        chosen = scatter_dense(groups, ones, self.num_groups)  # [G, T, a]: the token is in X_i
         group_load = selection_probability(primary, self.k_groups).sum(1)
         member_load = (selection_probability(secondary, inside) * chosen.unsqueeze(-1)).sum(1)
         return (group_load.unsqueeze(-1) * member_load / chosen.sum(1).clamp(min=1).unsqueeze(-1)).flatten(1)
