@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.moe.gate_properties import most_square_divisor
+from echelon.moe import most_square_divisor
 from echelon.moe.gates.noisy_top_k import Hierarchical
 from tests.moe.reference import Array, Dense, accounted, below, best, cv_squared, gate, same, softmax, softplus, tokens
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from echelon import moe as gates
 from echelon.layout.validation_error import ValidationError, ValidationIssue
-from echelon.moe import GATES, gate_properties, unknown_gate
 
 GateOption = float | int | str | bool
 
@@ -50,7 +50,7 @@ class MoEConfig:
     @property
     def balances_by_load(self) -> bool:
         """Whether the gate balances by the expert load of each step."""
-        return self.gate in gate_properties.LOAD_BALANCED_GATES
+        return self.gate in gates.LOAD_BALANCED_GATES
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether a layer is an MoE layer."""
@@ -68,7 +68,7 @@ class MoEConfig:
         """A smaller configuration: at most 16 experts, of a hidden size times `scale` or less, one dense layer."""
         experts, options, k = min(self.experts, 16), dict(self.options), min(self.k, 4)
         if "num_groups" in options:
-            options = gate_properties.group_options(self.gate, experts, options)
+            options = gates.group_options(self.gate, experts, options)
         return replace(
             self,
             experts=experts,
@@ -83,7 +83,7 @@ class MoEConfig:
         return (3 if self.activation == "swiglu" else 2) * width * self.ffn
 
     def _router_parameters(self, width: int) -> int:
-        return gate_properties.num_router_rows(self.gate, self.experts, dict(self.options)) * width
+        return gates.num_router_rows(self.gate, self.experts, dict(self.options)) * width
 
 
 def override_gate(moe: MoEConfig, text: str) -> MoEConfig:
@@ -100,15 +100,15 @@ def override_gate(moe: MoEConfig, text: str) -> MoEConfig:
         if not (key and equals and value):
             errors.append(ValidationIssue(key="gate", value=part, message="is not option=value"))
         options[key] = _parse_option(value)
-    if name not in GATES:
-        errors.append(unknown_gate(name))
+    if name not in gates.GATES:
+        errors.append(gates.unknown_gate(name))
     k = options.pop("k", {"switch": 1, "gshard": 2}.get(name, moe.k))
     if not isinstance(k, int | float) or isinstance(k, bool):
         raise ValidationError([*errors, ValidationIssue(key="gate", value=f"k={k}", message="is not a number")])
     if errors:
         raise ValidationError(errors)
-    if name in gate_properties.GROUP_LIMITED_GATES and "num_groups" not in options:
-        options = {**gate_properties.group_options(name, moe.experts, {}), **options}
+    if name in gates.GROUP_LIMITED_GATES and "num_groups" not in options:
+        options = {**gates.group_options(name, moe.experts, {}), **options}
     return replace(moe, gate=name, k=k, options=tuple(options.items()))
 
 

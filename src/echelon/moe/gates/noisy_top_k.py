@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from echelon.moe.gate_properties import most_square_divisor
+from echelon.moe import most_square_divisor
 from echelon.moe.gates.expert_selection import scatter_dense, stable_top_k
 from echelon.moe.gates.gate import TokenGate
 from echelon.moe.routing import Routing, token_choice_routing
