@@ -10,7 +10,7 @@ transformers does not build, and windows of attention are not in it: attention c
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -275,12 +275,7 @@ def _check_divides(values: ConfigValues, key: str, number: int, other: str, tota
         values.add(key, f"does not divide {other} ({total})", hint=hint)
 
 
-_SPEC_READERS: dict[str, Callable[[ConfigValues, str], ModelSpec]] = {
-    "gpt2": _gpt2,
-    "gpt_neox": _gpt_neox,
-    "llama": _llama,
-    "deepseek": _deepseek,
-}
+_SPEC_READERS = {"gpt2": _gpt2, "gpt_neox": _gpt_neox, "llama": _llama, "deepseek": _deepseek}
 
 
 # -- what training needs in addition to the spec ----------------------------------------------------------------------
@@ -419,8 +414,4 @@ def _deepseek_training(values: ConfigValues, spec: ModelSpec) -> dict[str, Any]:
     return {**features, "mla": spec.mla, "moe": config}
 
 
-_TRAINING_FEATURES: dict[str, Callable[[ConfigValues, ModelSpec], dict[str, Any]]] = {
-    "gpt2": _gpt2_training,
-    "llama": _llama_training,
-    "deepseek": _deepseek_training,
-}
+_TRAINING_FEATURES = {"gpt2": _gpt2_training, "llama": _llama_training, "deepseek": _deepseek_training}
