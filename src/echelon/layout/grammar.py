@@ -32,6 +32,10 @@ class ValueSyntax(ABC):
     def parse(self, text: str) -> Value | None:
         """Return the value in its canonical form, or None if the text is invalid."""
 
+    def is_legal(self, value: object) -> bool:
+        """Whether a key may have this value, in its canonical form."""
+        return self.parse(str(value)) == value
+
     def candidates(self, numbers: Iterable[int]) -> list[Value]:
         """Return values to try in the search for a legal one; `numbers` are the integers worth trying."""
         return list(self.words)
@@ -54,6 +58,10 @@ class IntegerSyntax(ValueSyntax):
         if not re.fullmatch(r"[0-9]{1,10}", text):
             return None
         return int(text) if self.low <= int(text) <= self.high else None
+
+    def is_legal(self, value: object) -> bool:
+        # The planner's search creates layouts by the hundred thousand.
+        return (type(value) is int and self.low <= value <= self.high) or super().is_legal(value)
 
     def candidates(self, numbers: Iterable[int]) -> list[Value]:
         return sorted({n for n in (self.low, *numbers) if self.low <= n <= self.high})

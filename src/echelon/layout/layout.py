@@ -76,7 +76,7 @@ class Layout:
             value = getattr(self, key.name)
             if key.name in derived and value == DERIVED:
                 object.__setattr__(self, key.name, derived[key.name])
-            elif key.syntax.parse(str(value)) != value:
+            elif not key.syntax.is_legal(value):
                 rule = "is not a legal value"
                 issues.append(ValidationIssue(key=key.name, value=str(value), message=rule, legal=key.syntax.legal))
         if issues:
