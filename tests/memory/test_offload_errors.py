@@ -31,7 +31,7 @@ from echelon.training.engine import Engine
 def test_an_error_on_the_host_is_raised_where_the_group_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = stepped(engine_away("offload=optimizer"), 1)
     engine.drain()
-    there = engine.optimizer._host  # type: ignore[attr-defined]
+    there = engine.optimizer.optimizers[1]  # type: ignore[attr-defined]
     assert isinstance(there, HostOptimizer)
 
     def broken(*_: object) -> None:

@@ -13,7 +13,7 @@ from echelon.config.sections import OptimizerConfig
 from echelon.layout import Layout
 from echelon.memory.offload.cost import HOST_UPDATE_BYTES_PER_S, LOW_PRECISION_STATE_SECONDS
 from echelon.optim import cost
-from echelon.optim.update_rule import DefaultRule
+from echelon.optim.update_rule import UpdateRule
 from echelon.planning.cluster import cluster
 from echelon.planning.cluster.device_kinds import GIB
 from echelon.planning.memory_options import MemoryOptions
@@ -153,7 +153,7 @@ def test_techniques_that_train_refuses_are_not_listed() -> None:
     plain = set(found_of(plan_of("dp=1,recompute=full")))
     packed = set(found_of(plan_of("dp=1,recompute=full", memory_options=MemoryOptions(compress="lossless+int8"))))
     assert {"offload=activations", "recompute=ops"} <= plain - packed
-    factored = set(found_of(plan_of("dp=1,recompute=full", optimizer=DefaultRule(name="adafactor"))))
+    factored = set(found_of(plan_of("dp=1,recompute=full", optimizer=UpdateRule(name="adafactor"))))
     assert {"offload=optimizer", "offload=params", "optimizer.states=int8"} <= plain - factored
     assert "offload=activations" in factored
     away = found_of(plan_of("dp=1,recompute=full,offload=optimizer"))
@@ -165,7 +165,7 @@ def test_techniques_that_train_refuses_are_not_listed() -> None:
 
 def test_ema_stays_with_another_optimizer() -> None:
     """It was left out, and counted as saved."""
-    plan = plan_of("dp=1,recompute=full", optimizer=DefaultRule(ema=0.99))
+    plan = plan_of("dp=1,recompute=full", optimizer=UpdateRule(ema=0.99))
     found, parameters = found_of(plan), plan.scenario.shape.parameters
     for name in ("optimizer.states=bfloat16", "optimizer.name=lion"):
         assert found[name].saved["states"] == pytest.approx(4 * parameters)
@@ -190,7 +190,7 @@ def test_a_buffer_bounds_what_is_gathered() -> None:
 
 
 def test_the_given_optimizer_is_priced() -> None:
-    plain, lion = plan_of("dp=1,recompute=full"), plan_of("dp=1,recompute=full", optimizer=DefaultRule(name="lion"))
+    plain, lion = plan_of("dp=1,recompute=full"), plan_of("dp=1,recompute=full", optimizer=UpdateRule(name="lion"))
     assert lion.memory.parts["optimizer"] == pytest.approx(plain.memory.parts["optimizer"] / 2)
 
 
@@ -267,4 +267,4 @@ def test_savings_are_listed_if_nothing_fits() -> None:
 
 def test_default_rule_equals_the_configurations() -> None:
     """Planning may not know the configuration: both write down what is usual."""
-    assert asdict(DefaultRule()) == asdict(OptimizerConfig())
+    assert asdict(UpdateRule()) == asdict(OptimizerConfig())

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from echelon.config.schema import OnlyWith, Range
-from echelon.optim.update_rule import ADAMW_PATTERNS
+from echelon.optim.update_rule import ADAMW_PATTERNS, UpdateRule
 
 ABOVE_ZERO = Range(low=0, low_open=True)
 AT_LEAST_0 = Range(low=0)
@@ -32,7 +32,7 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(UpdateRule):
     name: Literal["adamw", "sgd", "lion", "lamb", "adafactor", "sm3", "muon"] = "adamw"
     """The update rule."""
     lr: Annotated[float, ABOVE_ZERO] = 3e-3

@@ -75,12 +75,8 @@ class BlockQuantizedState:
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(codes, amax of each block, the codebook's values, the boundaries between them)"""
-        return (
-            self.codes,
-            self.block_amax,
-            codebook(self.signed, self.device),
-            code_boundaries(self.signed, self.device),
-        )
+        values, boundaries = codebook(self.signed, self.device), code_boundaries(self.signed, self.device)
+        return self.codes, self.block_amax, values, boundaries
 
     def read(self, chunk: slice, dtype: torch.dtype) -> Tensor:
         """Dequantize a range of full blocks."""
@@ -114,9 +110,8 @@ class BlockQuantizedState:
         amax = amax.to(self.device)
         if not len(amax):
             return
-        padded = F.pad(amax[None], (0, -len(amax) % QUANTIZATION_BLOCK), mode="replicate")[0].view(
-            -1, QUANTIZATION_BLOCK
-        )
+        padding = (0, -len(amax) % QUANTIZATION_BLOCK)
+        padded = F.pad(amax[None], padding, mode="replicate").view(-1, QUANTIZATION_BLOCK)
         self.block_amax.copy_(padded[:, 0])
         if not bool((padded == padded[:, :1]).all()):
             numbers = codebook(self.signed, self.device)[self.codes.long()] * amax

@@ -34,31 +34,24 @@ MIN_QUANTIZED_NUMEL = 4096
 def state_bytes(rule: UpdateRule, shape: Sequence[int], *, name: str = "", master_bytes: int = 4) -> int:
     """Return the state bytes of a full parameter on one device."""
     entry = LogicalParam(name=name, names=(name,), shape=tuple(shape))
-    size = math.prod(shape)
-    return _element_state_bytes(rule, entry, size, master_bytes) + _num_row_column_stats(rule, entry) * max(
-        master_bytes, 4
-    )
+    return _piece_state_bytes(rule, entry, math.prod(shape), master_bytes)
 
 
 def rank_state_bytes(
     rule: UpdateRule, placement: Placement, *, master_bytes: int = 4, param_groups: Container[str] | None = None
 ) -> int:
     """Return the state bytes of a rank, or of some parameter groups, without step counts (8 bytes each)."""
-    total = 0
-    for piece in placement.pieces():
-        if piece.param.trainable and (param_groups is None or piece.group_name in param_groups):
-            total += _element_state_bytes(rule, piece.param, piece.stop - piece.start, master_bytes)
-            total += _num_row_column_stats(rule, piece.param) * max(master_bytes, 4)
-    return total
+    return sum(
+        _piece_state_bytes(rule, piece.param, piece.stop - piece.start, master_bytes)
+        for piece in placement.pieces()
+        if piece.param.trainable and (param_groups is None or piece.group_name in param_groups)
+    )
 
 
 def state_bytes_per_element(rule: UpdateRule, master_bytes: int = 4) -> float:
     """Return the state bytes per element of a large matrix, without row and column statistics."""
-    count = 1 << 20
-    return (
-        _element_state_bytes(rule, LogicalParam(name="", names=("",), shape=(1 << 10, 1 << 10)), count, master_bytes)
-        / count
-    )
+    matrix, size = LogicalParam(name="", names=("",), shape=(1 << 10, 1 << 10)), 1 << 20
+    return _element_state_bytes(rule, matrix, size, max(master_bytes, 4)) / size
 
 
 MATRIX_RULE_TRAFFIC = {"lamb": 38, "adafactor": 74, "sm3": 22, "muon": 37}
@@ -91,18 +84,19 @@ def has_int8_state(rule: UpdateRule, entry: LogicalParam) -> bool:
     return rule.states == "int8" and math.prod(entry.shape) >= MIN_QUANTIZED_NUMEL
 
 
-def _element_state_bytes(rule: UpdateRule, entry: LogicalParam, size: int, master_bytes: int) -> int:
-    """Return the bytes of elementwise states."""
+def _piece_state_bytes(rule: UpdateRule, entry: LogicalParam, size: int, master_bytes: int) -> int:
+    """Return the state bytes of `size` elements of a parameter, and of its row and column statistics."""
     value_bytes = max(master_bytes, 4)
+    stats = local_matrix_stack(entry).num_row_column_stats if is_factored(rule, entry) else 0
+    return _element_state_bytes(rule, entry, size, value_bytes) + stats * value_bytes
+
+
+def _element_state_bytes(rule: UpdateRule, entry: LogicalParam, size: int, value_bytes: int) -> int:
     average = value_bytes * size if rule.ema else 0
-    return average + _moment_bytes(rule, entry, size, value_bytes)
-
-
-def _moment_bytes(rule: UpdateRule, entry: LogicalParam, size: int, value_bytes: int) -> int:
     if rule.name == "adamw" and has_int8_state(rule, entry):
-        return 2 * (size + 4 * -(-size // QUANTIZATION_BLOCK))
+        return average + 2 * (size + 4 * -(-size // QUANTIZATION_BLOCK))
     if rule.name == "adamw" and rule.states == "bfloat16":
-        return 4 * size
+        return average + 4 * size
     num_states = 1 if resolve_momentum(rule) else 0
     if rule.name in ("adafactor", "sm3"):
         num_states += not is_factored(rule, entry)
@@ -110,8 +104,4 @@ def _moment_bytes(rule: UpdateRule, entry: LogicalParam, size: int, value_bytes:
         num_states = 1 if is_muon_matrix(rule, entry.name, entry.shape) else 2
     else:
         num_states = {"adamw": 2, "lamb": 2, "lion": 1}.get(rule.name, num_states)
-    return num_states * size * value_bytes
-
-
-def _num_row_column_stats(rule: UpdateRule, entry: LogicalParam) -> int:
-    return local_matrix_stack(entry).num_row_column_stats if is_factored(rule, entry) else 0
+    return average + num_states * size * value_bytes

@@ -1,4 +1,4 @@
-"""Optimizer on the host beside the device's work (ZeRO-Offload), and its combination with the device's optimizer.
+"""Optimizer on the host, concurrent with the device's work (ZeRO-Offload).
 
 [Note: a step's update]
 
@@ -28,7 +28,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from echelon.layout.collective import Collective
 from echelon.memory.offload.disk_store import DiskError, DiskStore
 from echelon.memory.offload.host_transfer import CopyEvent, HostBuffer
 from echelon.memory.offload.host_worker import FINISHED, JobHandle
@@ -58,8 +57,11 @@ class _PendingUpdate:
     write_handle: JobHandle = FINISHED
 
 
-class HostOptimizer:
-    """Updates parameter groups whose optimizer states are on the host, one at a time."""
+class HostOptimizer(ShardedOptimizer):
+    """Updates parameter groups whose optimizer states are on the host, one at a time.
+
+    It has no collectives: offload_support.py refuses rules that need them.
+    """
 
     def __init__(
         self,
@@ -117,10 +119,6 @@ class HostOptimizer:
             with group.in_memory():
                 yield from optimizer.named_states()
 
-    def collectives(self) -> list[Collective]:
-        """Return nothing: rules with collectives are refused (offload_support.py)."""
-        return []
-
 
 def _element_states(optimizer: weakref.ref[ShardedOptimizer]) -> list[Tensor]:
     """Return an optimizer's states without step counts."""
@@ -154,15 +152,16 @@ def _run_updates(
         if do_update:
             _start_fetch(updates[0], ready)
             for index, update in enumerate(updates):
-                if index >= 2:
-                    updates[
-                        index - 2
-                    ].write_handle.wait()  # memory for three groups: one read, one updated, one written
+                if index >= 2:  # memory for three groups: one read, one updated, one written
+                    updates[index - 2].write_handle.wait()
                 if index + 1 < len(updates):
                     _start_fetch(updates[index + 1], ready)
                 _update_group(update, lr, torch.tensor(factor, dtype=torch.float64), ready)
                 update.handle.finish()
-        _commit(updates)
+        for update in updates:
+            update.write_handle.wait()
+        for store in _stores(updates):
+            store.commit()
         for update in updates:
             update.handle.finish()
     except BaseException as error:
@@ -213,14 +212,6 @@ def _update_group(update: _PendingUpdate, lr: float, factor: Tensor, ready: Copy
         update.write_handle = group.host.disk.writer.submit(f"writing {group.name}", group.states.save)
 
 
-def _commit(updates: list[_PendingUpdate]) -> None:
-    """Commit all stores once all of them are written."""
-    for update in updates:
-        update.write_handle.wait()
-    for store in _stores(updates):
-        store.commit()
-
-
 def _roll_back(updates: list[_PendingUpdate], error: BaseException) -> None:
     """Return the stores on disk to the previous step."""
     if (disk := updates[0].host_group.host.disk) is None:
@@ -236,24 +227,3 @@ def _roll_back(updates: list[_PendingUpdate], error: BaseException) -> None:
 def _stores(updates: list[_PendingUpdate]) -> list[DiskStore]:
     groups = (update.host_group for update in updates)
     return [store for group in groups for store in (group.states.store, group.params.store) if store is not None]
-
-
-class DeviceAndHostOptimizer:
-    """The device's optimizer and the host's, as one."""
-
-    def __init__(self, device: ShardedOptimizer, host: HostOptimizer):
-        self._device, self._host = device, host
-
-    def step(self, lr: float, grad_scale: Tensor, do_update: Tensor) -> None:
-        self._host.step(lr, grad_scale, do_update)
-        self._device.step(lr, grad_scale, do_update)
-
-    def states(self) -> list[Tensor]:
-        return [*self._device.states(), *self._host.states()]
-
-    def named_states(self) -> Iterator[OptimizerState]:
-        yield from self._device.named_states()
-        yield from self._host.named_states()
-
-    def collectives(self) -> list[Collective]:
-        return [*self._device.collectives(), *self._host.collectives()]

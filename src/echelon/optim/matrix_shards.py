@@ -72,8 +72,9 @@ class MatrixRectangle:
     columns: tuple[int, int]
 
     @property
-    def stop(self) -> int:
-        return self.start + self.shape[0] * self.shape[1]
+    def elements(self) -> slice:
+        """Its elements, relative to the piece."""
+        return slice(self.start, self.start + self.shape[0] * self.shape[1])
 
     @property
     def unpadded(self) -> tuple[slice, slice]:
@@ -93,17 +94,12 @@ def shard_rectangles(piece: Piece, max_numel: int) -> Iterator[MatrixRectangle]:
         left = piece.stop - position
         if column or left < local.columns:
             size = min(local.columns - column, left, max_numel)
-            shape, width = (1, size), size
+            shape = (1, size)
         else:
             num_rows = min(local.rows - row, left // local.columns, max(1, max_numel // local.columns))
-            shape, width = (num_rows, local.columns), local.columns
-        yield MatrixRectangle(
-            position - piece.start,
-            shape,
-            matrix,
-            _clip_to_box(row, shape[0], box[0]),
-            _clip_to_box(column, width, box[1]),
-        )
+            shape = (num_rows, local.columns)
+        rows, columns = _clip_to_box(row, shape[0], box[0]), _clip_to_box(column, shape[1], box[1])
+        yield MatrixRectangle(position - piece.start, shape, matrix, rows, columns)
         position += shape[0] * shape[1]
 
 

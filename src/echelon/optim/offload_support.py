@@ -22,23 +22,20 @@ def offload_faults(rule: UpdateRule, offload: str, *, master: str = "float32") -
         return
     if master == "none":
         why = f"has no effect with offload={offload}, which keeps master weights on the host"
-        yield ValidationIssue(
-            key="precision.master", value="none", message=why, legal="float32, or offload=activations"
-        )
+        yield _issue("precision.master", "none", why, "float32, or offload=activations")
     if rule.name not in OFFLOADABLE_RULES:
         why = f"requires statistics of full matrices, which the host's update does not support (offload={offload})"
-        legal = f"{', '.join(OFFLOADABLE_RULES)}, or offload=activations"
-        yield ValidationIssue(key="optimizer.name", value=rule.name, message=why, legal=legal)
+        yield _issue("optimizer.name", rule.name, why, f"{', '.join(OFFLOADABLE_RULES)}, or offload=activations")
     if rule.in_backward:
         why = f"is incompatible with offload={offload}, whose update starts when all gradients are reduced"
-        yield ValidationIssue(
-            key="optimizer.in_backward", value="true", message=why, legal="false, or offload=activations"
-        )
+        yield _issue("optimizer.in_backward", "true", why, "false, or offload=activations")
     if rule.ema and "disk" in offload.split("+"):
         why = f"is incompatible with offload={offload}: it would read and write the weights on disk once more"
-        yield ValidationIssue(
-            key="optimizer.ema", value=f"{rule.ema:g}", message=why, legal="0, or an offload without disk"
-        )
+        yield _issue("optimizer.ema", f"{rule.ema:g}", why, "0, or an offload without disk")
+
+
+def _issue(key: str, value: str, message: str, legal: str) -> ValidationIssue:
+    return ValidationIssue(key=key, value=value, message=message, legal=legal)
 
 
 def check_offload(rule: UpdateRule, offload: str, *, master: str = "float32") -> None:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from echelon.layout.collective import Collective
 from echelon.layout.placement import LogicalParam
 from echelon.optim import cost
 from echelon.optim.flat_segments import FlatSegment, build_flat_segments
-from echelon.optim.host_optimizer import DeviceAndHostOptimizer, HostOptimizer
+from echelon.optim.host_optimizer import HostOptimizer
 from echelon.optim.optimizer_groups import is_muon_matrix
-from echelon.optim.optimizer_protocol import ShardedOptimizer
-from echelon.optim.optimizer_state import OptimizerState
+from echelon.optim.optimizer_protocol import CombinedOptimizer, ShardedOptimizer
 from echelon.optim.param_shards import ParamShard, build_param_shards, uses_stochastic_rounding
 from echelon.optim.rules.adafactor import Adafactor
 from echelon.optim.rules.adamw import FusedAdamW
@@ -53,7 +51,7 @@ def build_optimizer(
         lambda group: _build_on_one_device(parallel, rule, [cast(ParamGroup, group)]),
         lambda group: state_bytes(param_groups=[group.spec.name]),
     )
-    return DeviceAndHostOptimizer(_build_on_one_device(parallel, rule, on_device), host)
+    return CombinedOptimizer([_build_on_one_device(parallel, rule, on_device), host])
 
 
 def _build_on_one_device(
@@ -83,14 +81,14 @@ def _build_rule(
     def segments(include: Include = lambda _: True) -> list[FlatSegment]:
         return build_flat_segments(parallel, rule, param_groups, include, step)
 
-    def adamw(include: Include) -> ShardedOptimizer:
-        return FusedAdamW(segments(include), rule, device)
-
     def is_muon(param: LogicalParam) -> bool:
         return is_muon_matrix(rule, param.name, param.shape)
 
     def is_int8(param: LogicalParam) -> bool:
         return cost.has_int8_state(rule, param)
+
+    def adamw_without(excluded: Include) -> ShardedOptimizer:
+        return FusedAdamW(segments(lambda param: not excluded(param)), rule, device)
 
     match rule.name:
         case "lion":
@@ -102,9 +100,9 @@ def _build_rule(
         case "sm3":
             return SM3(shards(), rule)
         case "muon":
-            return Muon(parallel, shards(is_muon), rule, adamw(lambda param: not is_muon(param)))
+            return Muon(parallel, shards(is_muon), rule, adamw_without(is_muon))
         case "adamw" if rule.states == "int8":
-            return AdamWInt8(shards(is_int8), rule, device, adamw(lambda param: not is_int8(param)))
+            return AdamWInt8(shards(is_int8), rule, device, adamw_without(is_int8))
     torch_compatible = all(
         isinstance(group.master, UnsplitMasterWeights)
         and group.master.dtype == group.grad_dtype
@@ -117,30 +115,3 @@ def _build_rule(
     if rule.name == "sgd" and (not torch_compatible or on_gpu):
         return FusedSGD(segments(), rule)
     return TorchOptimizer(segments(), rule)
-
-
-class PerGroupOptimizer:
-    """One optimizer per parameter group, so that each can step as soon as its gradients are reduced.
-
-    See training/optimizer_in_backward.py.
-    """
-
-    def __init__(self, parallel: ParallelModel, rule: UpdateRule):
-        groups = parallel.sharded_model.param_groups
-        self._optimizers = {group: build_optimizer(parallel, rule, [group]) for group in groups}
-
-    def optimizer_of(self, param_group: ParamGroup) -> ShardedOptimizer:
-        return self._optimizers[param_group]
-
-    def step(self, lr: float, grad_scale: Tensor, do_update: Tensor) -> None:
-        for optimizer in self._optimizers.values():
-            optimizer.step(lr, grad_scale, do_update)
-
-    def states(self) -> list[Tensor]:
-        return [state for optimizer in self._optimizers.values() for state in optimizer.states()]
-
-    def named_states(self) -> Iterator[OptimizerState]:
-        return (state for optimizer in self._optimizers.values() for state in optimizer.named_states())
-
-    def collectives(self) -> list[Collective]:
-        return [one for optimizer in self._optimizers.values() for one in optimizer.collectives()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -33,5 +33,26 @@ class ShardedOptimizer(Protocol):
         ...
 
     def collectives(self) -> list[Collective]:
-        """Return the collectives of one step."""
-        ...
+        """Return the collectives of one step: none, unless the optimizer overrides this."""
+        return []
+
+
+class CombinedOptimizer(ShardedOptimizer):
+    """Optimizers of different parameter groups of a rank, as one."""
+
+    def __init__(self, optimizers: Sequence[ShardedOptimizer]):
+        self.optimizers = optimizers
+
+    def step(self, lr: float, grad_scale: Tensor, do_update: Tensor) -> None:
+        # The last first: the host's, which only submits its work.
+        for optimizer in reversed(self.optimizers):
+            optimizer.step(lr, grad_scale, do_update)
+
+    def states(self) -> list[Tensor]:
+        return [state for optimizer in self.optimizers for state in optimizer.states()]
+
+    def named_states(self) -> Iterator[OptimizerState]:
+        return (state for optimizer in self.optimizers for state in optimizer.named_states())
+
+    def collectives(self) -> list[Collective]:
+        return [collective for optimizer in self.optimizers for collective in optimizer.collectives()]

@@ -79,13 +79,9 @@ def row_column_states(stats: RowColumnStats, shards: Sequence[ParamShard], value
     """Yield the row and column statistics of all shards."""
     forms: tuple[StateForm, StateForm] = ("rows", "columns")
     for shard in shards:
-        for form, state in zip(forms, (stats.rows(values, shard), stats.columns(values, shard)), strict=True):
-            read, write = partial(_identity, state), partial(_copy, state)
+        for form, state in zip(forms, stats.rows_and_columns(values, shard), strict=True):
+            read, write = partial(torch.detach, state), partial(_copy, state)
             yield OptimizerState(form, shard.param_group, shard.piece, form, state.dtype, read, write)
-
-
-def _identity(state: Tensor) -> Tensor:
-    return state
 
 
 @torch.no_grad()

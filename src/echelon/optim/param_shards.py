@@ -7,7 +7,7 @@ on flat_segments.py, which joins neighbouring shards.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,19 +33,64 @@ RECTANGLE_NUMEL, RECTANGLE_NUMEL_CUDA = 1 << 22, 1 << 25
 """elements of a matrix at a time: matrix optimizers pass over each rectangle dozens of times"""
 
 
-@dataclass(frozen=True, eq=False)
-class ParamShard:
-    """A trainable parameter, and this rank's piece of it in a parameter group's shard; the piece may be empty."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ShardRange:
+    """Consecutive elements of a parameter group's shard, with their optimizer settings."""
 
     param_group: ParamGroup
-    piece: Piece
+    start: int
+    """in the group's shard"""
+    size: int
     lr_factor: float
     """multiplies the learning rate"""
     weight_decay: float
+    rounding: StochasticRounding | None = None
+    """for bfloat16 elements without master weights, which are then of one parameter"""
+
+    @property
+    def shard_slice(self) -> slice:
+        return slice(self.start, self.start + self.size)
+
+    @property
+    def gradient(self) -> Tensor:
+        return self.param_group.grad[self.shard_slice]
+
+    @property
+    def weights(self) -> tuple[Tensor, Tensor | None]:
+        """The stored master weights, or their two halves."""
+        return stored_weights(self.param_group, self.shard_slice)
+
+    @property
+    def update_dtype(self) -> torch.dtype:
+        """The dtype of the update's arithmetic and of moments: at least float32, whatever the weights are."""
+        return torch.promote_types(self.param_group.master.dtype, torch.float32)
+
+    @property
+    def use_triton(self) -> bool:
+        return dispatch.use_triton_update(self.param_group.unsharded_param.device, self.update_dtype)
+
+    def read(self, elements: slice) -> Tensor:
+        """Return the master weights of a part of the range, in the dtype of the update."""
+        return self.param_group.master.values(_shift(elements, self.start)).to(self.update_dtype)
+
+    def write(self, elements: slice, values: Tensor) -> None:
+        """Write the master weights of a part of the range, rounded stochastically where there are none."""
+        rounded = values if self.rounding is None else self.rounding.round_values(values, elements.start)
+        self.param_group.master.set_values(self.start + elements.start, rounded)
+
+    def zeros(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Allocate an optimizer state with one value per element."""
+        device = self.param_group.unsharded_param.device
+        return torch.zeros(self.size, dtype=dtype or self.update_dtype, device=device)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ParamShard(ShardRange):
+    """This rank's piece of a trainable parameter; it may be empty."""
+
+    piece: Piece
     axis: MeshAxis
     """ranks that hold the other pieces"""
-    rounding: StochasticRounding | None = None
-    """for bfloat16 parameters without master weights"""
     stack: MatrixStack = field(init=False)
     """the matrices of which the rank may hold elements"""
     rectangles: tuple[MatrixRectangle, ...] = field(init=False)
@@ -55,25 +100,9 @@ class ParamShard:
         object.__setattr__(self, "stack", local_matrix_stack(self.param))
         object.__setattr__(self, "rectangles", tuple(self.rectangles_of(self.piece)))
 
-    # -- where it is --------------------------------------------------------------------------------------------------
-
     @property
     def param(self) -> LogicalParam:
         return self.piece.param
-
-    @property
-    def size(self) -> int:
-        return self.piece.stop - self.piece.start
-
-    @property
-    def shard_slice(self) -> slice:
-        """The piece, within the parameter group's shard."""
-        return slice(self.piece.shard_offset, self.piece.shard_offset + self.size)
-
-    def rectangle_slice(self, rectangle: MatrixRectangle) -> slice:
-        """A rectangle, within the parameter group's shard."""
-        first = self.piece.shard_offset
-        return slice(first + rectangle.start, first + rectangle.stop)
 
     def rectangles_of(self, piece: Piece) -> Iterator[MatrixRectangle]:
         """Split this parameter's piece, of this rank or another, into rectangles."""
@@ -82,58 +111,33 @@ class ParamShard:
 
     # -- plain torch: values in the dtype of the update ---------------------------------------------------------------
 
-    @property
-    def update_dtype(self) -> torch.dtype:
-        return update_dtype(self.param_group)
-
     def scaled_gradient(self, rectangle: MatrixRectangle, grad_scale: Tensor) -> Tensor:
         """Return a rectangle's gradient times `grad_scale`, as a new tensor."""
-        gradient = self.param_group.grad[self.rectangle_slice(rectangle)].to(self.update_dtype)
+        gradient = self.rectangle_gradient(rectangle).to(self.update_dtype)
         return (gradient * grad_scale.to(self.update_dtype)).view(rectangle.shape)
 
     def read_rectangle(self, rectangle: MatrixRectangle) -> Tensor:
-        return self.read_range(rectangle.start, rectangle.stop).view(rectangle.shape)
+        return self.read(rectangle.elements).view(rectangle.shape)
 
     def write_rectangle(self, rectangle: MatrixRectangle, values: Tensor) -> None:
-        self.write_range(rectangle.start, values.reshape(-1))
-
-    def read_range(self, start: int, stop: int) -> Tensor:
-        """Return the master weights of elements [start, stop) of the piece."""
-        first = self.piece.shard_offset
-        return self.param_group.master.values(slice(first + start, first + stop)).to(self.update_dtype)
-
-    def write_range(self, start: int, values: Tensor) -> None:
-        """Write master weights from element `start` of the piece on, rounded stochastically where there are none."""
-        rounded = values if self.rounding is None else self.rounding.round_values(values, start)
-        self.param_group.master.set_values(self.piece.shard_offset + start, rounded)
-
-    def zeros(self) -> Tensor:
-        """Allocate an optimizer state with one value per element."""
-        return torch.zeros(self.size, dtype=self.update_dtype, device=self.param_group.unsharded_param.device)
+        self.write(rectangle.elements, values.reshape(-1))
 
     # -- Triton: tensors as they are stored ---------------------------------------------------------------------------
 
-    @property
-    def use_triton(self) -> bool:
-        return dispatch.use_triton_update(self.param_group.unsharded_param.device, self.update_dtype)
-
-    @property
-    def weights(self) -> tuple[Tensor, Tensor | None]:
-        """The stored weights, or their two halves."""
-        return stored_weights(self.param_group, self.shard_slice)
+    def rectangle_gradient(self, rectangle: MatrixRectangle) -> Tensor:
+        return self.param_group.grad[_shift(rectangle.elements, self.start)]
 
     def rectangle_weights(self, rectangle: MatrixRectangle) -> tuple[Tensor, Tensor | None]:
         """Return a rectangle's stored weights, flat, or their two halves."""
-        return stored_weights(self.param_group, self.rectangle_slice(rectangle))
+        return stored_weights(self.param_group, _shift(rectangle.elements, self.start))
 
     def rounding_args(self, rectangle: MatrixRectangle) -> tuple[Tensor | None, ElementIndices | None]:
         """Return (update count, element indices of the rectangle) where weights are rounded stochastically."""
         return (self.rounding.step, self.rounding.indices.advance(rectangle.start)) if self.rounding else (None, None)
 
 
-def update_dtype(param_group: ParamGroup) -> torch.dtype:
-    """Return the dtype of the update's arithmetic and of moments: at least float32, whatever the weights are."""
-    return torch.promote_types(param_group.master.dtype, torch.float32)
+def _shift(elements: slice, start: int) -> slice:
+    return slice(start + elements.start, start + elements.stop)
 
 
 def stored_weights(param_group: ParamGroup, where: slice) -> tuple[Tensor, Tensor | None]:
@@ -147,7 +151,7 @@ def stored_weights(param_group: ParamGroup, where: slice) -> tuple[Tensor, Tenso
 
 def state_rectangle(state: Tensor, rectangle: MatrixRectangle) -> Tensor:
     """View a rectangle of an elementwise state."""
-    return state[rectangle.start : rectangle.stop].view(rectangle.shape)
+    return state[rectangle.elements].view(rectangle.shape)
 
 
 def matrix_tiles(shard: ParamShard, rectangle: MatrixRectangle, grad_scale: Tensor) -> MatrixTiles:
@@ -158,7 +162,7 @@ def matrix_tiles(shard: ParamShard, rectangle: MatrixRectangle, grad_scale: Tens
     return MatrixTiles(
         high=high,
         low=low,
-        gradient=shard.param_group.grad[shard.rectangle_slice(rectangle)],
+        gradient=shard.rectangle_gradient(rectangle),
         grad_scale=grad_scale,
         step=step,
         indices=indices,
@@ -193,5 +197,15 @@ def build_param_shards(
             piece, rounding = parallel.placement.piece(param_group.spec, param), None
             if step is not None and uses_stochastic_rounding(param_group):
                 rounding = StochasticRounding(parameter_indices(piece, parallel.options.seed), step)
-            shards.append(ParamShard(param_group, piece, settings.lr_factor, settings.weight_decay, axis, rounding))
+            shards.append(
+                ParamShard(
+                    param_group=param_group,
+                    start=piece.shard_offset,
+                    size=piece.stop - piece.start,
+                    **asdict(settings),
+                    rounding=rounding,
+                    piece=piece,
+                    axis=axis,
+                )
+            )
     return shards

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from echelon.layout.collective import Collective
+from echelon.optim.matrix_shards import MatrixRectangle
 from echelon.optim.param_shards import ParamShard
 from echelon.parallel.comm.mesh_axis import MeshAxis
 
@@ -62,18 +63,20 @@ class ReducedStats:
         ]
 
 
-class RowColumnStats:
+class RowColumnStats(ReducedStats):
     """One statistic for every row and every column of the parameters' matrices."""
 
     def __init__(self, shards: Sequence[ParamShard]):
-        self.stats = ReducedStats(shards, [shard.stack.num_row_column_stats for shard in shards])
+        super().__init__(shards, [shard.stack.num_row_column_stats for shard in shards])
 
-    def rows(self, values: Tensor, shard: ParamShard) -> Tensor:
-        """[matrices, rows]"""
-        stack = shard.stack
-        return self.stats.view(values, shard)[: stack.num_matrices * stack.rows].view(stack.num_matrices, stack.rows)
+    def rows_and_columns(self, values: Tensor, shard: ParamShard) -> tuple[Tensor, Tensor]:
+        """View one parameter's statistics as [matrices, rows] and [matrices, columns]."""
+        stack, stats = shard.stack, self.view(values, shard)
+        num_rows = stack.num_matrices * stack.rows
+        return stats[:num_rows].view(-1, stack.rows), stats[num_rows:].view(-1, stack.columns)
 
-    def columns(self, values: Tensor, shard: ParamShard) -> Tensor:
-        """[matrices, columns]"""
-        stack = shard.stack
-        return self.stats.view(values, shard)[stack.num_matrices * stack.rows :].view(stack.num_matrices, stack.columns)
+    def of_rectangle(self, values: Tensor, shard: ParamShard, rectangle: MatrixRectangle) -> tuple[Tensor, Tensor]:
+        """View the statistics of a rectangle's rows and of its columns."""
+        rows, columns = self.rows_and_columns(values, shard)
+        matrix = rectangle.matrix_index
+        return rows[matrix, slice(*rectangle.rows)], columns[matrix, slice(*rectangle.columns)]

@@ -72,7 +72,7 @@ def parameter_indices(piece: Piece, seed: int) -> ElementIndices:
     )
 
 
-class StochasticRoundingOptimizer:
+class StochasticRoundingOptimizer(ShardedOptimizer):
     """Wraps an optimizer to count its updates: `step` is that of the shards' `StochasticRounding`."""
 
     def __init__(self, optimizer: ShardedOptimizer, step: Tensor, shards: Sequence[ParamShard]):

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from echelon.layout.collective import Collective
 from echelon.optim.flat_segments import FlatSegment
 from echelon.optim.optimizer_groups import ParamSettings
+from echelon.optim.optimizer_protocol import ShardedOptimizer
 from echelon.optim.optimizer_state import OptimizerState, count_state, states_of_segment
 from echelon.optim.torch_rules import torch_optimizer_for
 from echelon.optim.update_rule import UpdateRule, resolve_momentum
-from echelon.parallel.dp.param_group import ParamGroup
 
 STATE_NAMES = {"exp_avg": "mean", "exp_avg_sq": "square", "momentum_buffer": "momentum"}
 """torch's names of states to those in checkpoints"""
@@ -32,24 +31,20 @@ class _TorchParam:
     grad_buffer: Tensor | None = None
     """the group's gradients, of which `values.grad` is a view"""
 
-    @property
-    def param_group(self) -> ParamGroup:
-        return self.segment.param_group
-
     def attach_gradient(self) -> Tensor:
         """Make `values.grad` a view of the group's current gradients."""
-        if self.grad_buffer is not self.param_group.grad:
-            self.grad_buffer = self.param_group.grad
+        if self.grad_buffer is not self.segment.param_group.grad:
+            self.grad_buffer = self.segment.param_group.grad
             self.values.grad = self.grad_buffer[self.shard_slice]
         assert self.values.grad is not None
         return self.values.grad
 
     def release_gradient(self) -> None:
-        if self.param_group.lazy_grads:
+        if self.segment.param_group.lazy_grads:
             self.grad_buffer = self.values.grad = None
 
 
-class TorchOptimizer:
+class TorchOptimizer(ShardedOptimizer):
     """Torch's fused AdamW or SGD on master weights that are one tensor.
 
     The host reads `grad_scale` and `do_update`, which costs nothing on a CPU.
@@ -100,7 +95,7 @@ class TorchOptimizer:
 
     def named_states(self) -> Iterator[OptimizerState]:
         self._init_state()
-        for param in self._params if self._torch_optimizer is not None else ():
+        for param in self._params:  # none without an optimizer
             assert self._torch_optimizer is not None
             state = self._torch_optimizer.state[param.values]
             for torch_name, name in STATE_NAMES.items():
@@ -113,6 +108,3 @@ class TorchOptimizer:
     def states(self) -> list[Tensor]:
         state = {} if self._torch_optimizer is None else self._torch_optimizer.state
         return [value for values in state.values() for value in values.values() if torch.is_tensor(value)]
-
-    def collectives(self) -> list[Collective]:
-        return []

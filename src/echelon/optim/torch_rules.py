@@ -34,13 +34,8 @@ def torch_optimizer_for(
     for tensor, settings in params:
         by_settings.setdefault(settings, []).append(tensor)
     groups = [
-        {
-            "params": tensors,
-            "weight_decay": settings.weight_decay,
-            "lr": rule.lr * settings.lr_factor,
-            "factor": settings.lr_factor,
-        }
-        for settings, tensors in by_settings.items()
+        {"params": tensors, "weight_decay": each.weight_decay, "lr": rule.lr * each.lr_factor, "factor": each.lr_factor}
+        for each, tensors in by_settings.items()
     ]
     if rule.name == "adamw":
         return torch.optim.AdamW(groups, lr=rule.lr, betas=resolve_betas(rule), eps=rule.eps, fused=fused)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 DEFAULT_BETAS = {"adamw": (0.9, 0.95), "lion": (0.9, 0.99), "lamb": (0.9, 0.999), "muon": (0.9, 0.95)}
 """Muon's are of the AdamW for its other parameters"""
@@ -12,36 +11,9 @@ ADAMW_PATTERNS = ("*embed*", "*positions*", "*wte*", "*wpe*", "head.*", "*lm_hea
 """names of matrices that Muon leaves to AdamW in common models: embeddings and the LM head"""
 
 
-class UpdateRule(Protocol):
-    """Hyperparameters of an optimizer; `OptimizerConfig` is one."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def lr(self) -> float: ...
-    @property
-    def betas(self) -> tuple[float, float] | None: ...
-    @property
-    def eps(self) -> float: ...
-    @property
-    def weight_decay(self) -> float: ...
-    @property
-    def momentum(self) -> float | None: ...
-    @property
-    def states(self) -> str: ...
-    @property
-    def groups(self) -> tuple[str, ...]: ...
-    @property
-    def by_adamw(self) -> tuple[str, ...]: ...
-    @property
-    def ema(self) -> float: ...
-    @property
-    def in_backward(self) -> bool: ...
-
-
 @dataclass(frozen=True, kw_only=True)
-class DefaultRule:
-    """An optimizer by name with its default hyperparameters, for plans without a configuration."""
+class UpdateRule:
+    """Hyperparameters of an optimizer; `OptimizerConfig` documents and checks each of them."""
 
     name: str = "adamw"
     lr: float = 3e-3
@@ -50,8 +22,8 @@ class DefaultRule:
     weight_decay: float = 0.1
     momentum: float | None = None
     states: str = "float32"
-    groups: tuple[str, ...] = ()
     by_adamw: tuple[str, ...] = ADAMW_PATTERNS
+    groups: tuple[str, ...] = ()
     ema: float = 0.0
     in_backward: bool = False
 

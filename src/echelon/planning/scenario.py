@@ -14,7 +14,7 @@ from echelon.layout.mesh import DEFAULT_ORDER
 from echelon.memory.compression import cost as compression_cost
 from echelon.models.model_config import SIZES
 from echelon.optim import offload_support
-from echelon.optim.update_rule import DefaultRule, UpdateRule
+from echelon.optim.update_rule import UpdateRule
 from echelon.parallel.tp import cost as tp_cost
 from echelon.planning.calibrate.constants import DEFAULT_IMBALANCE
 from echelon.planning.cluster.cluster import Cluster
@@ -132,7 +132,7 @@ class Scenario(TrainingSetup):
     def is_compatible(self) -> bool:
         """Whether `train` accepts the optimizer and the memory options in this layout."""
         layout, master = self.layout, "float32" if self.master_bytes > 2 else "none"
-        if any(offload_support.offload_faults(self.optimizer or DefaultRule(), layout.offload, master=master)):
+        if any(offload_support.offload_faults(self.optimizer or UpdateRule(), layout.offload, master=master)):
             return False
         return not compression_cost.incompatibility(self.memory_options.compress, layout.recompute, layout.offload)
 

@@ -29,7 +29,8 @@ from torch import Tensor
 
 from echelon.memory.checkpointing.checkpoint_wrapper import recompute_context
 from echelon.memory.checkpointing.memory_budget import MemoryBudget
-from echelon.optim.optimizer_factory import PerGroupOptimizer, build_optimizer
+from echelon.optim.optimizer_factory import build_optimizer
+from echelon.optim.optimizer_protocol import CombinedOptimizer
 from echelon.parallel.dp.param_group import ParamGroup
 from echelon.pipeline.execution.pipeline import Pipeline
 from echelon.training.batch_sharding import Microbatch
@@ -69,9 +70,11 @@ class UpdateInBackward:
 
     def __init__(self, engine: Engine):
         parallel, device = engine.parallel, engine.parallel.options.device
-        self._engine, self.optimizer = engine, PerGroupOptimizer(parallel, engine.update_rule)
+        groups = parallel.sharded_model.param_groups
+        self._optimizers = {group: build_optimizer(parallel, engine.update_rule, [group]) for group in groups}
+        self._engine, self.optimizer = engine, CombinedOptimizer(list(self._optimizers.values()))
         parallel.sharded_model.on_grad_reduced = self._update_group
-        for group in parallel.sharded_model.param_groups:
+        for group in groups:
             group.grads.lazy = True
             group.free_grads()
         self._lr, self._grad_scale = 0.0, torch.ones((), dtype=torch.float64, device=device)
@@ -92,7 +95,7 @@ class UpdateInBackward:
     def _update_group(self, group: ParamGroup) -> None:
         self._engine.partial_gradients.all_reduce(group)
         self._engine.grad_norm.add_group(group, self._slice_norms)
-        self.optimizer.optimizer_of(group).step(self._lr, self._grad_scale, self._has_targets)
+        self._optimizers[group].step(self._lr, self._grad_scale, self._has_targets)
         group.after_update()
         group.free_grads()
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from echelon.layout.collective import Collective
 from echelon.optim.matrix_shards import MatrixRectangle
+from echelon.optim.optimizer_protocol import ShardedOptimizer
 from echelon.optim.optimizer_state import OptimizerState, element_state, row_column_states, shard_counts
 from echelon.optim.param_shards import ParamShard, matrix_tiles, state_rectangle
 from echelon.optim.reduced_stats import ReducedStats, RowColumnStats
@@ -36,7 +37,7 @@ from echelon.optim.update_rule import UpdateRule, resolve_momentum
 EPS1, EPS2, CLIP_THRESHOLD, DECAY_EXPONENT = 1e-30, 1e-3, 1.0, 0.8
 
 
-class Adafactor:
+class Adafactor(ShardedOptimizer):
     """Adafactor with row and column statistics all-reduced over the ranks that share a matrix."""
 
     def __init__(self, shards: Sequence[ParamShard], rule: UpdateRule, device: torch.device):
@@ -44,17 +45,16 @@ class Adafactor:
         self._factored = [shard for shard in shards if shard.stack.is_factored]
         self._unfactored = [shard for shard in shards if not shard.stack.is_factored]
         self._shards = [*self._factored, *self._unfactored]
-        self._sum_stats = ReducedStats(
-            self._shards,
-            [
-                (shard.stack.num_row_column_stats if shard.stack.is_factored else 0) + shard.stack.num_matrices
-                for shard in self._shards
-            ],
-        )
+        sum_sizes = [
+            shard.stack.num_matrices + (shard.stack.num_row_column_stats if shard.stack.is_factored else 0)
+            for shard in self._shards
+        ]
+        self._sum_stats = ReducedStats(self._shards, sum_sizes)
+        """of each matrix: row sums and column sums where it is factored, then the sum of squares of the weights"""
         self._row_column_stats = RowColumnStats(self._factored)
         self._size_stats = ReducedStats(self._shards, [shard.stack.num_matrices for shard in self._shards])
         self._step = torch.zeros((), dtype=torch.int64, device=device)
-        self._means = self._row_column_stats.stats.zeros()
+        self._means = self._row_column_stats.zeros()
         """R and C of all matrices"""
         self._exp_avg_sq: dict[ParamShard, Tensor] = {}
         self._momentum_buffers: dict[ParamShard, Tensor] = {}
@@ -65,7 +65,7 @@ class Adafactor:
         self._init_state()
         b = 1.0 - self._step.double() ** -DECAY_EXPONENT
         sums = self._sum_stats.all_reduce(self._local_sums(grad_scale))
-        sizes = self._update_means(sums, b, grad_scale, do_update)
+        self._update_means(sums, b, grad_scale, do_update)
         squares = self._size_stats.zeros()
         for shard in self._shards:
             stats = self._size_stats.view(squares, shard)
@@ -75,12 +75,12 @@ class Adafactor:
         for shard in self._shards:
             elements = shard.stack.rows * shard.stack.columns
             rms = (self._size_stats.view(squares, shard) / elements).sqrt()
-            weights = (self._size_stats.view(sizes, shard) / elements).sqrt().clamp(min=EPS2)
-            factor = weights * (lr * shard.lr_factor) / (rms / CLIP_THRESHOLD).clamp(min=1.0)
+            weight_squares = self._sum_stats.view(sums, shard)[-shard.stack.num_matrices :]
+            weights = (weight_squares / elements).sqrt().clamp(min=EPS2)
+            shard_lr = lr * shard.lr_factor
+            factor = weights * shard_lr / (rms / CLIP_THRESHOLD).clamp(min=1.0)
             for rectangle in shard.rectangles:
-                self._apply(
-                    shard, rectangle, factor[rectangle.matrix_index], lr * shard.lr_factor, grad_scale, do_update
-                )
+                self._apply(shard, rectangle, factor[rectangle.matrix_index], shard_lr, grad_scale, do_update)
 
     def _local_sums(self, grad_scale: Tensor) -> Tensor:
         """Return this rank's partial sums: squares over rows, over columns, and of weights."""
@@ -92,10 +92,9 @@ class Adafactor:
                 if not stack.is_factored:
                     size += shard.read_rectangle(rectangle)[rectangle.unpadded].square().sum()
                     continue
-                rows = stats[: stack.num_matrices * stack.rows].view(stack.num_matrices, stack.rows)
-                columns = stats[stack.num_matrices * stack.rows : stack.num_row_column_stats].view(
-                    stack.num_matrices, stack.columns
-                )
+                num_rows = stack.num_matrices * stack.rows
+                rows = stats[:num_rows].view(-1, stack.rows)
+                columns = stats[num_rows : stack.num_row_column_stats].view(-1, stack.columns)
                 row_sums, column_sums, weight_sum = self._rectangle_sums(shard, rectangle, grad_scale)
                 rows[rectangle.matrix_index, slice(*rectangle.rows)] += row_sums
                 columns[rectangle.matrix_index, slice(*rectangle.columns)] += column_sums
@@ -116,28 +115,17 @@ class Adafactor:
             return matrix_tiles(shard, rectangle, grad_scale).update_sum_squares(*self._rsqrt_factors(shard, rectangle))
         return self._update_direction(shard, rectangle, grad_scale)[rectangle.unpadded].square().sum()
 
-    def _update_means(self, sums: Tensor, b: Tensor, grad_scale: Tensor, do_update: Tensor) -> Tensor:
-        """Update the means; return the sums of squares of the weights."""
-        sizes = self._size_stats.zeros()
-        for shard in self._shards:
+    def _update_means(self, sums: Tensor, b: Tensor, grad_scale: Tensor, do_update: Tensor) -> None:
+        for shard in self._factored:
             stats, stack = self._sum_stats.view(sums, shard), shard.stack
-            self._size_stats.view(sizes, shard).copy_(stats[stats.numel() - stack.num_matrices :])
-            if stack.is_factored:
-                split = stack.num_matrices * stack.rows
-                new_mean = (
-                    torch.cat([stats[:split] / stack.columns, stats[split : stack.num_row_column_stats] / stack.rows])
-                    + EPS1
-                )
-                _update_mean(self._row_column_stats.stats.view(self._means, shard), new_mean, b, do_update)
+            num_rows = stack.num_matrices * stack.rows
+            row_sums, column_sums = stats[:num_rows], stats[num_rows : stack.num_row_column_stats]
+            new_mean = torch.cat([row_sums / stack.columns, column_sums / stack.rows]) + EPS1
+            _update_mean(self._row_column_stats.view(self._means, shard), new_mean, b, do_update)
         for shard, square in self._exp_avg_sq.items():
             for rectangle in shard.rectangles:
-                _update_mean(
-                    state_rectangle(square, rectangle),
-                    shard.scaled_gradient(rectangle, grad_scale).square() + EPS1,
-                    b,
-                    do_update,
-                )
-        return sizes
+                new_mean = shard.scaled_gradient(rectangle, grad_scale).square() + EPS1
+                _update_mean(state_rectangle(square, rectangle), new_mean, b, do_update)
 
     def _update_direction(self, shard: ParamShard, rectangle: MatrixRectangle, grad_scale: Tensor) -> Tensor:
         """Return U before clipping; padding is 0."""
@@ -151,10 +139,10 @@ class Adafactor:
 
     def _rsqrt_factors(self, shard: ParamShard, rectangle: MatrixRectangle) -> tuple[Tensor, Tensor]:
         """Return 1 / sqrt(V) as a factor per row and a factor per column."""
-        rows = self._row_column_stats.rows(self._means, shard)[rectangle.matrix_index]
-        columns = self._row_column_stats.columns(self._means, shard)[rectangle.matrix_index]
+        row_mean = self._row_column_stats.rows_and_columns(self._means, shard)[0][rectangle.matrix_index].mean()
+        rows, columns = self._row_column_stats.of_rectangle(self._means, shard, rectangle)
         # Roots first: multiplying two values around eps1 would underflow to 0.
-        return (rows[slice(*rectangle.rows)] / rows.mean()).rsqrt(), columns[slice(*rectangle.columns)].rsqrt()
+        return (rows / row_mean).rsqrt(), columns.rsqrt()
 
     def _apply(
         self,
@@ -166,25 +154,19 @@ class Adafactor:
         do_update: Tensor,
     ) -> None:
         if shard.stack.is_factored and shard.use_triton:
-            moment = self._momentum_buffers[shard][rectangle.start : rectangle.stop] if self._momentum else None
-            matrix_tiles(shard, rectangle, grad_scale).adafactor_update(
-                *(*self._rsqrt_factors(shard, rectangle), factor, do_update),
-                decay=lr * shard.weight_decay,
-                moment=moment,
-                momentum=self._momentum,
-            )
+            moment = self._momentum_buffers[shard][rectangle.elements] if self._momentum else None
+            args = (*self._rsqrt_factors(shard, rectangle), factor, do_update)
+            tiles, decay = matrix_tiles(shard, rectangle, grad_scale), lr * shard.weight_decay
+            tiles.adafactor_update(*args, decay=decay, moment=moment, momentum=self._momentum)
             return
-        before, direction = (
-            shard.read_rectangle(rectangle),
-            self._update_direction(shard, rectangle, grad_scale) * factor,
-        )
+        before = shard.read_rectangle(rectangle)
+        direction = self._update_direction(shard, rectangle, grad_scale) * factor
         if self._momentum:
             moment = state_rectangle(self._momentum_buffers[shard], rectangle)
             direction = moment * self._momentum + direction * (1 - self._momentum)
             moment.copy_(torch.where(do_update, direction, moment))
-        shard.write_rectangle(
-            rectangle, torch.where(do_update, before - direction - before * (lr * shard.weight_decay), before)
-        )
+        after = before - direction - before * (lr * shard.weight_decay)
+        shard.write_rectangle(rectangle, torch.where(do_update, after, before))
 
     def _init_state(self) -> None:
         if not self._exp_avg_sq and not self._momentum_buffers:

@@ -37,11 +37,8 @@ class WeightEMA:
             if offloaded is None:
                 self._on_device.append((segment, average))
             else:
-                offloaded.after_update_hooks.append(
-                    partial(
-                        _update_ema, replace(segment, param_group=cast(ParamGroup, offloaded)), average, decay, TRUE
-                    )
-                )
+                host_segment = replace(segment, param_group=cast(ParamGroup, offloaded))
+                offloaded.after_update_hooks.append(partial(_update_ema, host_segment, average, decay, TRUE))
 
     @torch.no_grad()
     def step(self, do_update: Tensor) -> None:

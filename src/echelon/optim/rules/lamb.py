@@ -17,13 +17,14 @@ from torch import Tensor
 
 from echelon.layout.collective import Collective
 from echelon.optim.matrix_shards import MatrixRectangle
+from echelon.optim.optimizer_protocol import ShardedOptimizer
 from echelon.optim.optimizer_state import OptimizerState, element_state, shard_counts
 from echelon.optim.param_shards import ParamShard
 from echelon.optim.reduced_stats import ReducedStats
 from echelon.optim.update_rule import UpdateRule, resolve_betas
 
 
-class LAMB:
+class LAMB(ShardedOptimizer):
     """LAMB with matrix norms all-reduced over the ranks that share a matrix."""
 
     def __init__(self, shards: Sequence[ParamShard], rule: UpdateRule, device: torch.device):
@@ -55,9 +56,8 @@ class LAMB:
             rates = torch.full((1,), lr * shard.lr_factor, dtype=squares.dtype, device=squares.device)
             if len(shard.param.shape) > 1:
                 weight_norm, update_norm = self._norm_stats.view(squares, shard).view(2, -1).sqrt()
-                rates = torch.where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0) * (
-                    lr * shard.lr_factor
-                )
+                trust_ratio = torch.where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0)
+                rates = trust_ratio * (lr * shard.lr_factor)
             for rectangle in shard.rectangles:
                 self._apply(shard, rectangle, rates[rectangle.matrix_index], do_update)
 
@@ -65,50 +65,40 @@ class LAMB:
         self, shard: ParamShard, rectangle: MatrixRectangle, grad_scale: Tensor, do_update: Tensor
     ) -> Tensor:
         """Update the moments; return the sums of squares of weights and update direction. Padding is 0."""
-        exp_avg, exp_avg_sq = (state[rectangle.start : rectangle.stop] for state in self._moments[shard])
+        exp_avg, exp_avg_sq = self._rectangle_moments(shard, rectangle)
         if shard.use_triton:
             from echelon.kernels.optim import elementwise_updates_triton
 
-            high, low = shard.rectangle_weights(rectangle)
-            gradient = shard.param_group.grad[shard.rectangle_slice(rectangle)]
-            return elementwise_updates_triton.lamb_update_moments(
-                *(high, low, exp_avg, exp_avg_sq, gradient, grad_scale, do_update, self._constants),
-                weight_decay=shard.weight_decay,
-                betas=self._betas,
-            )
+            weights, gradient = shard.rectangle_weights(rectangle), shard.rectangle_gradient(rectangle)
+            tensors = (*weights, exp_avg, exp_avg_sq, gradient, grad_scale, do_update, self._constants)
+            return elementwise_updates_triton.lamb_update_moments(*tensors, weight_decay=shard.weight_decay, betas=self._betas)
         g = shard.scaled_gradient(rectangle, grad_scale).view(-1)
         for moment, beta, new in zip((exp_avg, exp_avg_sq), self._betas, (g, g.square()), strict=True):
             moment.copy_(torch.where(do_update, moment * beta + new * (1 - beta), moment))
-        before = shard.read_range(rectangle.start, rectangle.stop)
+        before = shard.read(rectangle.elements)
         return torch.stack([before.square().sum(), self._update_direction(shard, rectangle, before).square().sum()])
 
     def _apply(self, shard: ParamShard, rectangle: MatrixRectangle, rate: Tensor, do_update: Tensor) -> None:
         if shard.use_triton:
             from echelon.kernels.optim import elementwise_updates_triton
 
-            (high, low), (step, indices) = shard.rectangle_weights(rectangle), shard.rounding_args(rectangle)
-            exp_avg, exp_avg_sq = (state[rectangle.start : rectangle.stop] for state in self._moments[shard])
-            elementwise_updates_triton.lamb_apply_update(
-                high,
-                low,
-                exp_avg,
-                exp_avg_sq,
-                do_update,
-                self._constants,
-                rate,
-                step,
-                weight_decay=shard.weight_decay,
-                indices=indices,
-            )
+            step, indices = shard.rounding_args(rectangle)
+            weights, moments = shard.rectangle_weights(rectangle), self._rectangle_moments(shard, rectangle)
+            tensors = (*weights, *moments, do_update, self._constants, rate, step)
+            elementwise_updates_triton.lamb_apply_update(*tensors, weight_decay=shard.weight_decay, indices=indices)
             return
-        before = shard.read_range(rectangle.start, rectangle.stop)
+        before = shard.read(rectangle.elements)
         after = before - self._update_direction(shard, rectangle, before) * rate
-        shard.write_range(rectangle.start, torch.where(do_update, after, before))
+        shard.write(rectangle.elements, torch.where(do_update, after, before))
 
     def _update_direction(self, shard: ParamShard, rectangle: MatrixRectangle, weights: Tensor) -> Tensor:
-        exp_avg, exp_avg_sq = (state[rectangle.start : rectangle.stop] for state in self._moments[shard])
+        exp_avg, exp_avg_sq = self._rectangle_moments(shard, rectangle)
         direction: Tensor = (exp_avg / self._constants[0]) / ((exp_avg_sq / self._constants[1]).sqrt() + self._eps)
         return direction + weights * shard.weight_decay if shard.weight_decay else direction
+
+    def _rectangle_moments(self, shard: ParamShard, rectangle: MatrixRectangle) -> tuple[Tensor, Tensor]:
+        exp_avg, exp_avg_sq = self._moments[shard]
+        return exp_avg[rectangle.elements], exp_avg_sq[rectangle.elements]
 
     def _init_state(self) -> None:
         if not self._moments:

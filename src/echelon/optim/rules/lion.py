@@ -15,13 +15,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from echelon.layout.collective import Collective
 from echelon.optim.flat_segments import FlatSegment
+from echelon.optim.optimizer_protocol import ShardedOptimizer
 from echelon.optim.optimizer_state import OptimizerState, segment_states
 from echelon.optim.update_rule import UpdateRule, resolve_betas
 
 
-class Lion:
+class Lion(ShardedOptimizer):
     """Lion on flat segments."""
 
     def __init__(self, segments: Sequence[FlatSegment], rule: UpdateRule):
@@ -31,44 +31,22 @@ class Lion:
     @torch.no_grad()
     def step(self, lr: float, grad_scale: Tensor, do_update: Tensor) -> None:
         self._init_state()
+        beta1, beta2 = self._betas
         for segment, exp_avg in zip(self._segments, self._exp_avgs, strict=True):
+            segment_lr = lr * segment.lr_factor
             if segment.use_triton:
-                self._update_triton(segment, exp_avg, lr * segment.lr_factor, grad_scale, do_update)
+                from echelon.kernels.optim.elementwise_updates_triton import lion_update
+
+                tensors = (*segment.weights, exp_avg, segment.gradient, grad_scale, do_update, segment.step)
+                lion_update(tensors, lr=segment_lr, betas=self._betas, **segment.kernel_options)
                 continue
             for chunk, decay in segment.chunks():
-                self._update_plain(segment, exp_avg[chunk], chunk, lr * segment.lr_factor, decay, grad_scale, do_update)
-
-    def _update_triton(
-        self, segment: FlatSegment, exp_avg: Tensor, lr: float, grad_scale: Tensor, do_update: Tensor
-    ) -> None:
-        from echelon.kernels.optim.elementwise_updates_triton import lion_update
-
-        lion_update(
-            (*segment.weights, exp_avg, segment.gradient, grad_scale, do_update, segment.step),
-            lr=lr,
-            weight_decay=segment.weight_decay,
-            num_decayed=segment.num_decayed,
-            betas=self._betas,
-            indices=segment.indices,
-        )
-
-    def _update_plain(
-        self,
-        segment: FlatSegment,
-        exp_avg: Tensor,
-        chunk: slice,
-        lr: float,
-        decay: float,
-        grad_scale: Tensor,
-        do_update: Tensor,
-    ) -> None:
-        beta1, beta2 = self._betas
-        before = segment.read(chunk)
-        g = segment.gradient[chunk].to(before.dtype) * grad_scale.to(before.dtype)
-        c = exp_avg * beta1 + g * (1 - beta1)
-        after = before - (c.sign() + before * decay) * lr
-        segment.write(chunk, torch.where(do_update, after, before))
-        exp_avg.copy_(torch.where(do_update, exp_avg * beta2 + g * (1 - beta2), exp_avg))
+                before, m = segment.read(chunk), exp_avg[chunk]
+                g = segment.gradient[chunk].to(before.dtype) * grad_scale.to(before.dtype)
+                c = m * beta1 + g * (1 - beta1)
+                after = before - (c.sign() + before * decay) * segment_lr
+                segment.write(chunk, torch.where(do_update, after, before))
+                m.copy_(torch.where(do_update, m * beta2 + g * (1 - beta2), m))
 
     def _init_state(self) -> None:
         if not self._exp_avgs:
@@ -80,6 +58,3 @@ class Lion:
 
     def states(self) -> list[Tensor]:
         return self._exp_avgs
-
-    def collectives(self) -> list[Collective]:
-        return []

@@ -69,7 +69,7 @@ class OwnedMatrix:
     owner_index: int
 
 
-class Muon:
+class Muon(ShardedOptimizer):
     """Muon for matrices; `adamw` updates everything else."""
 
     def __init__(
@@ -78,11 +78,11 @@ class Muon:
         self._shards, self._momentum, self._adamw = shards, resolve_momentum(rule), adamw
         options = parallel.options
         use_bfloat16 = options.device.type == "cuda" and options.compute_dtype == torch.bfloat16
-        self._dtype = torch.bfloat16 if use_bfloat16 else torch.promote_types(options.master_dtype, torch.float32)
+        dtype = torch.bfloat16 if use_bfloat16 else torch.promote_types(options.master_dtype, torch.float32)
         by_axis: dict[str, list[ParamShard]] = {}
         for shard in shards:
             by_axis.setdefault(shard.axis.name, []).append(shard)
-        self._exchanges = [_MatrixExchange(parallel, by_axis[name], self._dtype) for name in sorted(by_axis)]
+        self._exchanges = [_MatrixExchange(parallel, by_axis[name], dtype) for name in sorted(by_axis)]
         self._momentum_buffers: dict[ParamShard, Tensor] = {}
 
     @torch.no_grad()
@@ -126,23 +126,18 @@ class Muon:
         return [*self._momentum_buffers.values(), *self._adamw.states()]
 
     def collectives(self) -> list[Collective]:
-        return [one for exchange in self._exchanges for one in exchange.collectives()]
+        return [collective for exchange in self._exchanges for collective in exchange.collectives()]
 
 
 class _MatrixExchange:
     """The all-to-alls of the matrices that are split over one mesh axis."""
 
     def __init__(self, parallel: ParallelModel, shards: Sequence[ParamShard], dtype: torch.dtype):
-        self._axis, self._dtype = shards[0].axis, dtype
-        self._device = parallel.options.device
-        self._matrices = _assign_owners(shards, self._axis)
-        placements = [_placement_of_rank(parallel, rank) for rank in self._axis.ranks]
-        me = self._axis.index
+        self._axis, self._dtype, self._device = shards[0].axis, dtype, parallel.options.device
+        matrices = sorted(_assign_owners(shards, self._axis), key=lambda matrix: matrix.owner_index)
         self.local_parts = [
             (matrix, part)
-            for owner in range(self._axis.size)
-            for matrix in self._matrices
-            if matrix.owner_index == owner
+            for matrix in matrices
             for part in matrix.shard.rectangles
             if part.matrix_index == matrix.matrix_index
         ]
@@ -150,19 +145,18 @@ class _MatrixExchange:
         self._send_sizes = _sizes_by_owner(self.local_parts, self._axis.size, counted=True)
         """elements sent to each owner, without parts that a replica sends"""
         self._return_sizes = _sizes_by_owner(self.local_parts, self._axis.size, counted=False)
-        owned = [matrix for matrix in self._matrices if matrix.owner_index == me]
+        self._owned = [matrix for matrix in matrices if matrix.owner_index == self._axis.index]
         self._parts: list[list[tuple[OwnedMatrix, Piece, MatrixRectangle]]] = [
             [
                 (matrix, piece, part)
-                for matrix in owned
+                for matrix in self._owned
                 for piece in (placement.piece(matrix.shard.param_group.spec, matrix.shard.param),)
                 for part in matrix.shard.rectangles_of(piece)
                 if part.matrix_index == matrix.matrix_index
             ]
-            for placement in placements
+            for placement in (_placement_of_rank(parallel, rank) for rank in self._axis.ranks)
         ]
         """of the matrices that this rank owns, by rank"""
-        self._owned = owned
         self._gathered: dict[OwnedMatrix, Tensor] = {}
 
     def gather_to_owners(self, parts: Sequence[Tensor]) -> None:
@@ -172,11 +166,10 @@ class _MatrixExchange:
             for (matrix, _), part in zip(self.local_parts, parts, strict=True)
             if matrix.shard.piece.counts_in_stage
         ]
-        sent = torch.cat(flat_parts) if flat_parts else self._empty(0)
         sizes = [
             sum(_numel(part) for _, piece, part in rank_parts if piece.counts_in_stage) for rank_parts in self._parts
         ]
-        received = self._exchange(sent, self._send_sizes, sizes)
+        received = self._exchange(flat_parts, self._send_sizes, sizes)
         self._gathered = {
             matrix: self._empty(matrix.shard.stack.rows, matrix.shard.stack.columns) for matrix in self._owned
         }
@@ -198,13 +191,13 @@ class _MatrixExchange:
                 values = torch.zeros(part.shape, dtype=self._dtype, device=self._device)
                 values[part.unpadded] = updates[matrix][slice(*part.rows), slice(*part.columns)]
                 flat_parts.append(values.reshape(-1))
-        sent = torch.cat(flat_parts) if flat_parts else self._empty(0)
         sizes = [sum(_numel(part) for _, _, part in rank_parts) for rank_parts in self._parts]
-        received = self._exchange(sent, sizes, self._return_sizes)
+        received = self._exchange(flat_parts, sizes, self._return_sizes)
         pieces = received.split([_numel(part) for _, part in self.local_parts])
         return [values.view(part.shape) for values, (_, part) in zip(pieces, self.local_parts, strict=True)]
 
-    def _exchange(self, sent: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> Tensor:
+    def _exchange(self, flat_parts: list[Tensor], send_sizes: list[int], receive_sizes: list[int]) -> Tensor:
+        sent = torch.cat(flat_parts) if flat_parts else self._empty(0)
         if self._axis.size == 1:
             return sent
         received = self._empty(sum(receive_sizes))
@@ -229,17 +222,17 @@ def _numel(rectangle: MatrixRectangle) -> int:
     return rectangle.shape[0] * rectangle.shape[1]
 
 
-def _sizes_by_owner(mine: Sequence[tuple[OwnedMatrix, MatrixRectangle]], ranks: int, *, counted: bool) -> list[int]:
+def _sizes_by_owner(parts: Sequence[tuple[OwnedMatrix, MatrixRectangle]], ranks: int, *, counted: bool) -> list[int]:
     sizes = [0] * ranks
-    for matrix, part in mine:
+    for matrix, part in parts:
         if matrix.shard.piece.counts_in_stage or not counted:
             sizes[matrix.owner_index] += _numel(part)
     return sizes
 
 
-def _assign_owners(held: Sequence[ParamShard], axis: MeshAxis) -> list[OwnedMatrix]:
+def _assign_owners(shards: Sequence[ParamShard], axis: MeshAxis) -> list[OwnedMatrix]:
     """Assign an owner to every matrix: the largest first, each to the least loaded rank."""
-    order = [(shard, matrix) for shard in held for matrix in range(shard.stack.num_matrices)]
+    order = [(shard, matrix) for shard in shards for matrix in range(shard.stack.num_matrices)]
     work = [shard.stack.rows * shard.stack.columns * min(shard.stack.rows, shard.stack.columns) for shard, _ in order]
     loads, owners = [0] * axis.size, [0] * len(order)
     for index in sorted(range(len(order)), key=lambda index: -work[index]):

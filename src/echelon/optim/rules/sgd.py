@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from echelon.layout.collective import Collective
 from echelon.optim.flat_segments import FlatSegment
+from echelon.optim.optimizer_protocol import ShardedOptimizer
 from echelon.optim.optimizer_state import OptimizerState, segment_states
 from echelon.optim.update_rule import UpdateRule, resolve_momentum
 
 
-class FusedSGD:
+class FusedSGD(ShardedOptimizer):
     """SGD as `torch.optim.SGD`: weight decay is added to the gradient, before momentum."""
 
     def __init__(self, segments: Sequence[FlatSegment], rule: UpdateRule):
@@ -24,45 +24,21 @@ class FusedSGD:
     def step(self, lr: float, grad_scale: Tensor, do_update: Tensor) -> None:
         self._init_state()
         for index, segment in enumerate(self._segments):
-            momentum_buffer = self._momentum_buffers[index] if self._momentum_buffers else None
+            moment = self._momentum_buffers[index] if self._momentum_buffers else None
+            segment_lr = lr * segment.lr_factor
             if segment.use_triton:
-                self._update_triton(segment, momentum_buffer, lr * segment.lr_factor, grad_scale, do_update)
+                from echelon.kernels.optim.elementwise_updates_triton import sgd_update
+
+                tensors = (*segment.weights, moment, segment.gradient, grad_scale, do_update, segment.step)
+                sgd_update(tensors, lr=segment_lr, momentum=self._momentum, **segment.kernel_options)
                 continue
             for chunk, decay in segment.chunks():
-                self._update_plain(
-                    segment, momentum_buffer, chunk, lr * segment.lr_factor, decay, grad_scale, do_update
-                )
-
-    def _update_triton(
-        self, segment: FlatSegment, momentum_buffer: Tensor | None, lr: float, grad_scale: Tensor, do_update: Tensor
-    ) -> None:
-        from echelon.kernels.optim.elementwise_updates_triton import sgd_update
-
-        sgd_update(
-            (*segment.weights, momentum_buffer, segment.gradient, grad_scale, do_update, segment.step),
-            lr=lr,
-            weight_decay=segment.weight_decay,
-            num_decayed=segment.num_decayed,
-            momentum=self._momentum,
-            indices=segment.indices,
-        )
-
-    def _update_plain(
-        self,
-        segment: FlatSegment,
-        momentum_buffer: Tensor | None,
-        chunk: slice,
-        lr: float,
-        decay: float,
-        grad_scale: Tensor,
-        do_update: Tensor,
-    ) -> None:
-        before = segment.read(chunk)
-        direction = segment.gradient[chunk].to(before.dtype) * grad_scale.to(before.dtype) + before * decay
-        if momentum_buffer is not None:
-            direction += momentum_buffer[chunk] * self._momentum
-            momentum_buffer[chunk] = torch.where(do_update, direction, momentum_buffer[chunk])
-        segment.write(chunk, torch.where(do_update, before - direction * lr, before))
+                before = segment.read(chunk)
+                direction = segment.gradient[chunk].to(before.dtype) * grad_scale.to(before.dtype) + before * decay
+                if moment is not None:
+                    direction += moment[chunk] * self._momentum
+                    moment[chunk] = torch.where(do_update, direction, moment[chunk])
+                segment.write(chunk, torch.where(do_update, before - direction * segment_lr, before))
 
     def _init_state(self) -> None:
         if not self._momentum_buffers and self._momentum:
@@ -74,6 +50,3 @@ class FusedSGD:
 
     def states(self) -> list[Tensor]:
         return self._momentum_buffers
-
-    def collectives(self) -> list[Collective]:
-        return []

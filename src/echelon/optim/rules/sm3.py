@@ -21,13 +21,14 @@ from torch import Tensor
 
 from echelon.layout.collective import Collective
 from echelon.optim.matrix_shards import MatrixRectangle
+from echelon.optim.optimizer_protocol import ShardedOptimizer
 from echelon.optim.optimizer_state import OptimizerState, element_state, row_column_states
 from echelon.optim.param_shards import ParamShard, matrix_tiles, state_rectangle
 from echelon.optim.reduced_stats import RowColumnStats
 from echelon.optim.update_rule import UpdateRule, resolve_momentum
 
 
-class SM3:
+class SM3(ShardedOptimizer):
     """SM3-II with row and column bounds all-reduced over the ranks that share a matrix."""
 
     def __init__(self, shards: Sequence[ParamShard], rule: UpdateRule):
@@ -35,7 +36,7 @@ class SM3:
         self._shards = shards
         self._factored = [shard for shard in shards if shard.stack.is_factored]
         self._stats = RowColumnStats(self._factored)
-        self._bounds = self._stats.stats.zeros()
+        self._bounds = self._stats.zeros()
         """r and c of all matrices"""
         self._second_moments: dict[ParamShard, Tensor] = {}
         self._momentum_buffers: dict[ParamShard, Tensor] = {}
@@ -43,33 +44,25 @@ class SM3:
     @torch.no_grad()
     def step(self, lr: float, grad_scale: Tensor, do_update: Tensor) -> None:
         self._init_state()
-        largest = self._stats.stats.zeros()
+        largest = self._stats.zeros()
         for shard in self._shards:
+            update = self._update_triton if shard.stack.is_factored and shard.use_triton else self._update_plain
             for rectangle in shard.rectangles:
-                if shard.stack.is_factored and shard.use_triton:
-                    maxima = self._update_triton(shard, rectangle, lr * shard.lr_factor, grad_scale, do_update)
-                else:
-                    maxima = self._update_plain(shard, rectangle, lr * shard.lr_factor, grad_scale, do_update)
+                maxima = update(shard, rectangle, lr * shard.lr_factor, grad_scale, do_update)
                 if shard.stack.is_factored and maxima[0].numel() and maxima[1].numel():
-                    rows = self._stats.rows(largest, shard)[rectangle.matrix_index, slice(*rectangle.rows)]
-                    columns = self._stats.columns(largest, shard)[rectangle.matrix_index, slice(*rectangle.columns)]
-                    torch.maximum(rows, maxima[0], out=rows)
-                    torch.maximum(columns, maxima[1], out=columns)
-        self._stats.stats.all_reduce(largest, op="max")
+                    for stats, new in zip(self._stats.of_rectangle(largest, shard, rectangle), maxima, strict=True):
+                        torch.maximum(stats, new, out=stats)
+        self._stats.all_reduce(largest, op="max")
         self._bounds.copy_(torch.where(do_update, largest, self._bounds))
 
     def _update_triton(
         self, shard: ParamShard, rectangle: MatrixRectangle, lr: float, grad_scale: Tensor, do_update: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Update a rectangle with Triton; return the maximum v of its rows and of its columns."""
-        moment = self._momentum_buffers[shard][rectangle.start : rectangle.stop] if self._momentum else None
-        return matrix_tiles(shard, rectangle, grad_scale).sm3_update(
-            *(*self._bounds_of(shard, rectangle), do_update),
-            lr=lr,
-            decay=shard.weight_decay,
-            moment=moment,
-            momentum=self._momentum,
-        )
+        moment = self._momentum_buffers[shard][rectangle.elements] if self._momentum else None
+        tiles = matrix_tiles(shard, rectangle, grad_scale)
+        args = (*self._stats.of_rectangle(self._bounds, shard, rectangle), do_update)
+        return tiles.sm3_update(*args, lr=lr, decay=shard.weight_decay, moment=moment, momentum=self._momentum)
 
     def _update_plain(
         self, shard: ParamShard, rectangle: MatrixRectangle, lr: float, grad_scale: Tensor, do_update: Tensor
@@ -90,14 +83,9 @@ class SM3:
         if not shard.stack.is_factored:
             return state_rectangle(self._second_moments[shard], rectangle) + g.square()
         v = torch.zeros_like(g)
-        rows, columns = self._bounds_of(shard, rectangle)
+        rows, columns = self._stats.of_rectangle(self._bounds, shard, rectangle)
         v[rectangle.unpadded] = torch.minimum(rows[:, None], columns) + g[rectangle.unpadded].square()
         return v
-
-    def _bounds_of(self, shard: ParamShard, rectangle: MatrixRectangle) -> tuple[Tensor, Tensor]:
-        rows = self._stats.rows(self._bounds, shard)[rectangle.matrix_index, slice(*rectangle.rows)]
-        columns = self._stats.columns(self._bounds, shard)[rectangle.matrix_index, slice(*rectangle.columns)]
-        return rows, columns
 
     def _apply(
         self, shard: ParamShard, rectangle: MatrixRectangle, direction: Tensor, lr: float, do_update: Tensor
@@ -107,9 +95,8 @@ class SM3:
             moment = state_rectangle(self._momentum_buffers[shard], rectangle)
             direction = moment * self._momentum + direction * (1 - self._momentum)
             moment.copy_(torch.where(do_update, direction, moment))
-        shard.write_rectangle(
-            rectangle, torch.where(do_update, before - (direction + before * shard.weight_decay) * lr, before)
-        )
+        after = before - (direction + before * shard.weight_decay) * lr
+        shard.write_rectangle(rectangle, torch.where(do_update, after, before))
 
     def _init_state(self) -> None:
         if not self._second_moments and not self._momentum_buffers:
@@ -126,4 +113,4 @@ class SM3:
         return [self._bounds, *self._second_moments.values(), *self._momentum_buffers.values()]
 
     def collectives(self) -> list[Collective]:
-        return self._stats.stats.collectives("maxima of rows and columns")
+        return self._stats.collectives("maxima of rows and columns")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
 from echelon.layout.rules import LayoutConstraints, find_violations
-from echelon.optim.update_rule import DefaultRule
+from echelon.optim.update_rule import UpdateRule
 from echelon.planning.calibrate.calibration import constants_for
 from echelon.planning.calibrate.constants import FITTED_CONSTANTS, Constants
 from echelon.planning.cost.activation_memory import partitions_inputs
@@ -85,15 +85,15 @@ def _budget(scenario: Scenario, c: Constants) -> Scenario | None:
 
 def _optimizer(**keys: str | bool) -> ScenarioChange:
     def change(scenario: Scenario, c: Constants) -> Scenario | None:
-        rule = scenario.optimizer or DefaultRule()
+        rule = scenario.optimizer or UpdateRule()
         if all(getattr(rule, key) == value for key, value in keys.items()):
             return None
         if keys.get("in_backward") and scenario.layout.accumulate * scenario.layout.pp > 1:
             return None  # gradients of several microbatches accumulate
         if "states" in keys and rule.name != "adamw":
             return None  # a setting of AdamW
-        kept = [key for key in asdict(DefaultRule()) if key not in RULE_SPECIFIC_KEYS or "name" not in keys]
-        return replace(scenario, optimizer=DefaultRule(**{**{key: getattr(rule, key) for key in kept}, **keys}))
+        kept = [key for key in asdict(UpdateRule()) if key not in RULE_SPECIFIC_KEYS or "name" not in keys]
+        return replace(scenario, optimizer=UpdateRule(**{**{key: getattr(rule, key) for key in kept}, **keys}))
 
     return change
 
