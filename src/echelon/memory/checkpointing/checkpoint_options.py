@@ -46,40 +46,29 @@ def checkpoint_options(
 
     `copies_input`: a rerun holds the layer's input twice.
     """
-    per_s, bytes_per_s = DEVICE_SPEED.get(device, DEVICE_SPEED["cuda"])
+    flops_per_s, bytes_per_s = DEVICE_SPEED.get(device, DEVICE_SPEED["cuda"])
     plain = measurements["none"]
-    all_saved, core = plain.saved_bytes, plain.core_bytes
-    options = [CheckpointOption(form="none", saved_bytes=all_saved, backward_bytes=all_saved, seconds=0.0)]
-    if "ops" in measurements:
-        saved = measurements["ops"].saved_bytes
-        recomputed = max(all_saved - saved, 0.0)
+    saved = {form: measurement.saved_bytes for form, measurement in measurements.items()}
+    options: list[CheckpointOption] = []
+
+    def add(form: str, saved_bytes: float, backward_bytes: float, seconds: float) -> None:
         options.append(
-            CheckpointOption(
-                form="ops",
-                saved_bytes=saved,
-                backward_bytes=max(saved, measurements["ops"].saved_and_input_bytes),
-                seconds=3 * recomputed / bytes_per_s,
-            )
+            CheckpointOption(form=form, saved_bytes=saved_bytes, backward_bytes=backward_bytes, seconds=seconds)
         )
-    if "selective" in measurements:
-        saved = measurements["selective"].saved_bytes
-        seconds = plain.core_recompute_flops / per_s + 2 * core / bytes_per_s
-        options.append(
-            CheckpointOption(form="selective", saved_bytes=saved, backward_bytes=saved + core, seconds=seconds)
-        )
-    if "ops+selective" in measurements:
-        saved = measurements["ops+selective"].saved_bytes
+
+    add("none", saved["none"], saved["none"], 0.0)
+    if "ops" in saved:
+        backward_bytes = max(saved["ops"], measurements["ops"].saved_and_input_bytes)
+        add("ops", saved["ops"], backward_bytes, 3 * max(saved["none"] - saved["ops"], 0.0) / bytes_per_s)
+    if "selective" in saved:
+        seconds = plain.core_recompute_flops / flops_per_s + 2 * plain.core_bytes / bytes_per_s
+        add("selective", saved["selective"], saved["selective"] + plain.core_bytes, seconds)
+    if "ops+selective" in saved:
         seconds = sum(option.seconds for option in options)
-        options.append(
-            CheckpointOption(form="ops+selective", saved_bytes=saved, backward_bytes=saved + core, seconds=seconds)
-        )
+        add("ops+selective", saved["ops+selective"], saved["ops+selective"] + plain.core_bytes, seconds)
     copied_bytes = plain.input_bytes if copies_input else 0.0
-    seconds = plain.recompute_flops / per_s + 2 * all_saved / bytes_per_s
-    full = CheckpointOption(
-        form="full",
-        saved_bytes=plain.input_bytes,
-        backward_bytes=plain.saved_and_input_bytes + copied_bytes,
-        seconds=seconds,
-    )
+    seconds = plain.recompute_flops / flops_per_s + 2 * saved["none"] / bytes_per_s
+    add("full", plain.input_bytes, plain.saved_and_input_bytes + copied_bytes, seconds)
     # Drop options that save no memory, or cost more than `full`.
-    return [option for option in options if option.saved_bytes <= all_saved and option.seconds <= full.seconds] + [full]
+    *others, full = options
+    return [*(one for one in others if one.saved_bytes <= saved["none"] and one.seconds <= full.seconds), full]

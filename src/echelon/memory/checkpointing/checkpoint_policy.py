@@ -1,12 +1,4 @@
-"""Activation checkpointing policies: which layers recompute what in backward.
-
-    none         every layer saves what its backward reads
-    full         each layer saves its input only; backward executes one more forward of the layers
-    every:N      only every Nth layer saves its input; N layers are recomputed at once
-    sqrt         every:N with N the square root of the layers that a rank has in flight
-    selective    core attention (scores, softmax, its dropout, values) is recomputed from the projections' outputs
-    ops          GEMM and attention outputs are saved; the operators between them are recomputed
-    budget:NGiB  each layer does one of none, ops, selective and full, so that all fit (memory_budget.py)
+"""Applies an activation checkpointing policy (cost.py lists them) to the layers of a rank.
 
 Under `full`, `every:N`, `sqrt` and `selective` modules are rerun (checkpoint_wrapper.py). Under `ops`, modules that
 know how to recompute their output (an attribute `recompute_output`) attach that to it, and the GEMM that reads it saves
@@ -56,6 +48,12 @@ class CheckpointedLayers:
     """the last layer of each segment, whose output is not recomputed"""
     segments: list[CheckpointSegment] = field(default_factory=list)
 
+    def unwrap(self) -> None:
+        """Restore the forwards of the layers."""
+        for segment in self.segments:
+            for layer in segment.layers:
+                layer.module.forward = layer.forward
+
     def set_before_recompute(self, hook: Callable[[nn.Module], None]) -> None:
         """Set the hook that is called before a layer is recomputed."""
         for segment in self.segments:
@@ -93,11 +91,6 @@ class RecomputePolicy:
             for name in names if kind in ("ops", "selective") else ():
                 self.set_form(name, kind, layers)
         return layers
-
-    @property
-    def saves_input_as_is(self) -> bool:
-        """Whether inputs are saved as they are, so that a rerun needs no second copy."""
-        return self.save_input is save_as_is
 
     def is_on_this_stage(self, name: str) -> bool:
         return not isinstance(self.model.get_submodule(name), nn.Identity)  # of another stage
@@ -150,23 +143,17 @@ class RecomputePolicy:
             part.recompute_output = True
         if modules:
             return
-        if self.tensor_parallel:
+        if self.tensor_parallel or self.context_parallel:
+            reason = "context-parallel attention works in place, so a layer"
+            if self.tensor_parallel:
+                reason = "tensor parallelism reduces GEMM outputs in place, so a split layer"
             raise ValueError(
-                f"tensor parallelism reduces GEMM outputs in place, so a split layer must recompute its operators "
-                f"itself ({type(module).__name__} has no module with `recompute_output`); use recompute=full"
+                f"{reason} must recompute its operators itself "
+                f"({type(module).__name__} has no module with `recompute_output`); use recompute=full"
             )
-        if self.context_parallel:
-            raise ValueError(
-                "context-parallel attention works in place, so a layer must recompute its operators "
-                f"itself ({type(module).__name__} has no module with `recompute_output`); use recompute=full"
-            )
-        module.forward = partial(
-            checkpoint,
-            module.forward,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=partial(_selective_contexts, module, self.stream),
-        )
+        contexts = partial(_selective_contexts, module, self.stream)
+        options: Any = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
+        module.forward = partial(checkpoint, module.forward, **options)
 
 
 def recomputing_modules(module: nn.Module) -> Iterator[Any]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -104,10 +105,6 @@ class CheckpointedLayer:
         frame.mark_outputs(out)
         self.segment.finish_call(frame)
         return out
-
-    def unwrap(self) -> None:
-        """Restore the module's own forward."""
-        self.module.forward = self.forward
 
 
 class _LayerCall:
@@ -233,18 +230,19 @@ class _LayerCall:
         )
 
 
+@dataclass
 class _InputSlot:
     """A saved input among the arguments."""
 
-    def __init__(self, number: int):
-        self.index = number
+    index: int
 
 
+@dataclass
 class _OutputSlot:
     """An output of the previous layer among the arguments."""
 
-    def __init__(self, number: int, differentiable: bool):
-        self.index, self.differentiable = number, differentiable
+    index: int
+    differentiable: bool
 
 
 class _RecomputeDoneError(Exception):
@@ -268,16 +266,15 @@ class _SaveInputs(Function):
         raise AssertionError("no gradient reaches this function")
 
 
-def iter_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a tensor, tuple, list or dict, recursively."""
+def iter_tensors(value: Any, *, in_dataclasses: bool = False) -> Iterator[Tensor]:
+    """Yield the tensors in a tensor, tuple, list or dict, recursively; or also in the attributes of dataclasses."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from iter_tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from iter_tensors(item)
+    if in_dataclasses and is_dataclass(value) and not isinstance(value, type):
+        value = vars(value)  # also cached attributes
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    for item in items:
+        yield from iter_tensors(item, in_dataclasses=in_dataclasses)
 
 
 def map_tensors(value: Any, change: Callable[[Any], Any], types: type | tuple[type, ...] = Tensor) -> Any:
@@ -295,17 +292,12 @@ def map_tensors(value: Any, change: Callable[[Any], Any], types: type | tuple[ty
 
 def _autocast_settings() -> list[dict[str, Any]]:
     """Return the active autocast settings: backward may run outside of them."""
-    settings = []
-    for device in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(device):
-            settings.append(
-                {
-                    "device_type": device,
-                    "dtype": torch.get_autocast_dtype(device),
-                    "cache_enabled": torch.is_autocast_cache_enabled(),
-                }
-            )
-    return settings
+    caches = torch.is_autocast_cache_enabled()
+    return [
+        {"device_type": device, "dtype": torch.get_autocast_dtype(device), "cache_enabled": caches}
+        for device in ("cpu", "cuda")
+        if torch.is_autocast_enabled(device)
+    ]
 
 
 @contextmanager
@@ -320,11 +312,12 @@ def recompute_context(
     current_rng = RngSnapshot()
     if rng is not None:
         rng.restore()
-    parts: list[Any] = [part for part in module.modules() if _tracks_statistics(part)]
-    statistics = [(part, part.momentum, part.num_batches_tracked.clone()) for part in parts]
-    for part in parts:
+    parts: list[Any] = list(module.modules())
+    batch_norms = [part for part in parts if isinstance(getattr(part, "num_batches_tracked", None), Tensor)]
+    statistics = [(part, part.momentum, part.num_batches_tracked.clone()) for part in batch_norms]
+    for part in batch_norms:
         part.momentum = 0.0
-    moe_layers: list[Any] = [part for part in module.modules() if hasattr(part, "counts_load")]
+    moe_layers = [part for part in parts if hasattr(part, "counts_load")]
     for part in moe_layers:
         part.counts_load = False
     try:
@@ -337,8 +330,3 @@ def recompute_context(
         for part, momentum, count in statistics:
             part.momentum = momentum
             part.num_batches_tracked.copy_(count)
-
-
-def _tracks_statistics(module: Any) -> bool:
-    """Return whether a module keeps running statistics, as every BatchNorm does."""
-    return isinstance(getattr(module, "num_batches_tracked", None), Tensor)

@@ -4,7 +4,7 @@ none         everything that backward reads is saved
 full         a layer saves its input; its forward is recomputed
 every:N      only every Nth layer saves its input; N layers are recomputed, and are in memory at once
 sqrt         every:N with N the square root of the layers: memory grows with that root
-selective    attention scores and what follows from them are not saved but recomputed
+selective    core attention (scores, softmax, its dropout, values) is recomputed from the projections' outputs
 ops          GEMM and attention outputs are saved; operators between them are recomputed
 budget:NGiB  layers use one or another of these so that all fit (memory_budget.py). Here, as many as necessary use
              `ops`, and where that is not enough, `full`

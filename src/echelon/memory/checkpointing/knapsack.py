@@ -37,12 +37,19 @@ class CheckpointOption:
     seconds: float
     """seconds to recompute what is not saved"""
 
+    @property
+    def extra_bytes(self) -> float:
+        return self.backward_bytes - self.saved_bytes
+
+
+LayerOptions = Sequence[Sequence[CheckpointOption]]
+
 
 def peak_bytes(options: Sequence[CheckpointOption], in_flight: Sequence[int]) -> float:
     """Return the peak bytes with one option per layer; see [Note: what must fit]."""
     total = sum(option.saved_bytes * count for option, count in zip(options, in_flight, strict=True))
     if max(in_flight, default=1) > 1:
-        return total + max((option.backward_bytes - option.saved_bytes for option in options), default=0.0)
+        return total + max((option.extra_bytes for option in options), default=0.0)
     fullest, before = total, 0.0
     for option in options:
         fullest = max(fullest, before + option.backward_bytes)
@@ -50,9 +57,7 @@ def peak_bytes(options: Sequence[CheckpointOption], in_flight: Sequence[int]) ->
     return fullest
 
 
-def solve_knapsack(
-    layers: Sequence[Sequence[CheckpointOption]], in_flight: Sequence[int], budget: float
-) -> list[CheckpointOption] | None:
+def solve_knapsack(layers: LayerOptions, in_flight: Sequence[int], budget: float) -> list[CheckpointOption] | None:
     """Return the options, one per layer, of the least total seconds that fit; None where none do."""
     chosen_options = _solve(layers, in_flight, budget)
     if chosen_options is None:
@@ -62,7 +67,7 @@ def solve_knapsack(
 
 
 def _reorder_alike(
-    layers: Sequence[Sequence[CheckpointOption]], in_flight: Sequence[int], chosen_options: Sequence[CheckpointOption]
+    layers: LayerOptions, in_flight: Sequence[int], chosen_options: Sequence[CheckpointOption]
 ) -> list[CheckpointOption]:
     """Reorder options among identical layers: the first save the least."""
     alike: dict[tuple[tuple[CheckpointOption, ...], int], list[int]] = {}
@@ -70,31 +75,21 @@ def _reorder_alike(
         alike.setdefault((tuple(options), count), []).append(index)
     reordered = list(chosen_options)
     for indices in alike.values():
-        for where, option in zip(
-            indices, sorted((chosen_options[p] for p in indices), key=lambda option: option.saved_bytes), strict=True
-        ):
-            reordered[where] = option
+        by_size = sorted((chosen_options[index] for index in indices), key=lambda option: option.saved_bytes)
+        for index, option in zip(indices, by_size, strict=True):
+            reordered[index] = option
     return reordered
 
 
-def _solve(
-    layers: Sequence[Sequence[CheckpointOption]], in_flight: Sequence[int], budget: float
-) -> list[CheckpointOption] | None:
+def _solve(layers: LayerOptions, in_flight: Sequence[int], budget: float) -> list[CheckpointOption] | None:
     if max(in_flight, default=1) == 1:
         return _dynamic_program(layers, in_flight, budget, one_in_flight=True)
-    extras = sorted({option.backward_bytes - option.saved_bytes for options in layers for option in options})
-    chosen_options: list[CheckpointOption] | None = None
-    for extra in extras:
-        allowed = [
-            [option for option in options if option.backward_bytes - option.saved_bytes <= extra] for options in layers
-        ]
+    solutions = []
+    for extra in sorted({option.extra_bytes for options in layers for option in options}):
+        allowed = [[option for option in options if option.extra_bytes <= extra] for options in layers]
         if budget > extra and all(allowed):
-            solution = _dynamic_program(allowed, in_flight, budget - extra, one_in_flight=False)
-            if solution is not None and (
-                chosen_options is None or total_seconds(solution) < total_seconds(chosen_options)
-            ):
-                chosen_options = solution
-    return chosen_options
+            solutions.append(_dynamic_program(allowed, in_flight, budget - extra, one_in_flight=False))
+    return min((solution for solution in solutions if solution is not None), key=total_seconds, default=None)
 
 
 def total_seconds(options: Sequence[CheckpointOption]) -> float:
@@ -102,7 +97,7 @@ def total_seconds(options: Sequence[CheckpointOption]) -> float:
 
 
 def _dynamic_program(
-    layers: Sequence[Sequence[CheckpointOption]], in_flight: Sequence[int], budget: float, *, one_in_flight: bool
+    layers: LayerOptions, in_flight: Sequence[int], budget: float, *, one_in_flight: bool
 ) -> list[CheckpointOption] | None:
     import numpy as np
 

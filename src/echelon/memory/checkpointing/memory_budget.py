@@ -14,8 +14,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field, is_dataclass
+from dataclasses import astuple, dataclass, field
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ from echelon.memory.checkpointing.checkpoint_policy import (
 from echelon.memory.checkpointing.checkpoint_wrapper import CheckpointedLayer, iter_tensors, map_tensors
 from echelon.memory.checkpointing.cost import GIB, RecomputeWork
 from echelon.memory.checkpointing.knapsack import CheckpointOption, peak_bytes, solve_knapsack, total_seconds
+from echelon.memory.checkpointing.saved_inputs import save_as_is
 from echelon.models.attention import CoreAttention
 
 
@@ -100,12 +103,8 @@ class MemoryBudget(CheckpointedLayers):
     ):
         """`all_reduce_max` reduces over the ranks of a stage, which choose alike; `all_reduce_sum` over stages."""
         super().__init__()
-        self.policy, self.recompute, self.all_reduce_max, self.all_reduce_sum = (
-            policy,
-            recompute,
-            all_reduce_max,
-            all_reduce_sum,
-        )
+        self.policy, self.recompute = policy, recompute
+        self.all_reduce_max, self.all_reduce_sum = all_reduce_max, all_reduce_sum
         self.budget = float(recompute.partition(":")[2].removesuffix("GiB")) * GIB
         here = [[name for name in part.names if policy.is_on_this_stage(name)] for part in stages]
         self.layer_names = [name for names in here for name in names]
@@ -121,7 +120,7 @@ class MemoryBudget(CheckpointedLayers):
         self._unrecomputed_bytes = 0
         self.recompute_work = RecomputeWork()
         """of the chosen options, as shares of the layers of all stages"""
-        self._ready: Callable[[nn.Module], None] | None = None
+        self._before_recompute: Callable[[nn.Module], None] | None = None
         self._apply_forms(["full"] * len(self.layer_names))
 
     @property
@@ -129,19 +128,17 @@ class MemoryBudget(CheckpointedLayers):
         return not self.chosen and bool(self.layer_names)
 
     def set_before_recompute(self, hook: Callable[[nn.Module], None]) -> None:
-        self._ready = hook
+        self._before_recompute = hook
         super().set_before_recompute(hook)
 
     def _apply_forms(self, forms: Sequence[str]) -> None:
-        for segment in self.segments:
-            for layer in segment.layers:
-                layer.unwrap()
+        self.unwrap()
         self.segments.clear()
         self.segment_tails.clear()
         for name, form in zip(self.layer_names, forms, strict=True):
             self.policy.set_form(name, form, self)
-        if self._ready is not None:
-            self.set_before_recompute(self._ready)
+        if self._before_recompute is not None:
+            self.set_before_recompute(self._before_recompute)
 
     # -- the rehearsal ------------------------------------------------------------------------------------------------
 
@@ -194,9 +191,7 @@ class MemoryBudget(CheckpointedLayers):
                 self.policy.set_form(name, form, layers)
             yield
         finally:
-            for segment in layers.segments:
-                for layer in segment.layers:
-                    layer.unwrap()
+            layers.unwrap()
             for part, flag in flags:
                 part.recompute_output = flag
             module.forward = current
@@ -205,35 +200,30 @@ class MemoryBudget(CheckpointedLayers):
         measurement = LayerMeasurement()
         storages = _SavedStorages(measurement)
         args, kwargs = arguments
-        cores: list[Any] = (
-            [part for part in module.modules() if isinstance(part, CoreAttention)] if form == "none" else []
-        )
-        plain = [core.forward for core in cores]
-        for core, inner in zip(cores, plain, strict=True):
-            core.forward = partial(_forward_in_core, storages, inner)
+        forwards: dict[Any, Callable[..., Any]] = {}
+        if form == "none":
+            forwards = {part: part.forward for part in module.modules() if isinstance(part, CoreAttention)}
+        for core, forward in forwards.items():
+            core.forward = partial(_forward_in_core, storages, forward)
         try:
             with saved_tensors_hooks(storages.pack, _no_backward), _OpCounter(storages):
                 out = module.forward(*args, **kwargs)
         finally:
-            for core, inner in zip(cores, plain, strict=True):
-                core.forward = inner
+            for core, forward in forwards.items():
+                core.forward = forward
         streams = [tensor for tensor in iter_tensors(arguments) if tensor.requires_grad]
         entries = {tensor.untyped_storage() for tensor in streams}
-        excluded = {parameter.untyped_storage() for parameter in module.parameters()}
-        excluded |= {tensor.untyped_storage() for tensor in _all_tensors(arguments)} - entries
-        excluded |= {buffer.untyped_storage() for buffer in module.buffers()}
+        excluded = {tensor.untyped_storage() for tensor in (*module.parameters(), *module.buffers())}
+        excluded |= {tensor.untyped_storage() for tensor in iter_tensors(arguments, in_dataclasses=True)} - entries
         saved = (storages.storages | storages.core) - excluded
         measurement.saved_bytes = _total_bytes(saved)
         measurement.core_bytes = _total_bytes(storages.core - excluded - storages.storages)
         measurement.saved_and_input_bytes = _total_bytes(saved | entries)
         measurement.input_bytes = sum(self.policy.save_input(tensor.detach())[0].nbytes for tensor in streams)
         if form == "ops" and not any(True for _ in recomputing_modules(module)):
-            measurement.saved_bytes += (
-                measurement.gemm_output_bytes
-            )  # torch's checkpointing saves them outside of the hooks
-            measurement.saved_and_input_bytes = (
-                measurement.saved_bytes + self._unrecomputed_bytes
-            )  # and recomputes all the rest at once
+            # torch's checkpointing saves GEMM outputs outside of the hooks, and recomputes all the rest at once.
+            measurement.saved_bytes += measurement.gemm_output_bytes
+            measurement.saved_and_input_bytes = measurement.saved_bytes + self._unrecomputed_bytes
         elif form == "none":
             self._unrecomputed_bytes = measurement.saved_bytes
         return measurement, out
@@ -241,17 +231,13 @@ class MemoryBudget(CheckpointedLayers):
     # -- the choice ---------------------------------------------------------------------------------------------------
 
     def _decide(self, device: torch.device) -> None:
-        numbers = torch.tensor(
-            [list(astuple(each)) for name in self.layer_names for each in self._measurements[name].values()],
-            dtype=torch.float64,
-            device=device,
-        )
-        numbers = self.all_reduce_max(numbers)
-        rows = iter(numbers.tolist())
-        self.options = [
-            self._layer_options({form: next(rows) for form in self._measurements[name]}, device)
-            for name in self.layer_names
-        ]
+        local_rows = [astuple(each) for name in self.layer_names for each in self._measurements[name].values()]
+        rows = iter(self.all_reduce_max(torch.tensor(local_rows, dtype=torch.float64, device=device)).tolist())
+        for name in self.layer_names:
+            measured = {form: LayerMeasurement(*next(rows)) for form in self._measurements[name]}
+            self._layer_flops.append(measured["none"])
+            copies_input = self.policy.save_input is not save_as_is
+            self.options.append(checkpoint_options(measured, device.type, copies_input=copies_input))
         smallest = [options[-1] for options in self.options]
         minimum = max(peak_bytes(smallest, counts) for counts in self.in_flight)
         if minimum > self.budget:
@@ -274,11 +260,6 @@ class MemoryBudget(CheckpointedLayers):
         most_in_flight = [max(counts) for counts in zip(*self.in_flight, strict=True)]
         return solve_knapsack(self.options, most_in_flight, self.budget)
 
-    def _layer_options(self, numbers: dict[str, list[float]], device: torch.device) -> list[CheckpointOption]:
-        measured = {form: LayerMeasurement(*row) for form, row in numbers.items()}
-        self._layer_flops.append(measured["none"])
-        return checkpoint_options(measured, device.type, copies_input=not self.policy.saves_input_as_is)
-
     @property
     def peak_bytes(self) -> float:
         """Predicted bytes."""
@@ -289,11 +270,10 @@ class MemoryBudget(CheckpointedLayers):
         for option, options, one in zip(self.chosen, self.options, self._layer_flops, strict=True):
             full, selective, ops = option.form == "full", "selective" in option.form, "ops" in option.form
             flops = [one.flops, full * one.recompute_flops, one.core_flops, selective * one.core_recompute_flops]
-            rows += rows.new_tensor(
-                [*flops, options[0].saved_bytes, 0.0 if full else option.saved_bytes, 1.0, full, ops]
-            )
-        rows = self.all_reduce_sum(rows)
-        total, forward, cores, attention, all_bytes, saved_bytes, layers, inputs, ops = rows.tolist()
+            saved_bytes = 0.0 if full else option.saved_bytes
+            rows += rows.new_tensor([*flops, options[0].saved_bytes, saved_bytes, 1.0, full, ops])
+        sums = self.all_reduce_sum(rows).tolist()
+        total, forward, cores, attention, all_bytes, saved_bytes, layers, inputs, ops = sums
         return RecomputeWork(
             forward=forward / max(total, 1.0),
             attention=attention / max(cores, 1.0),
@@ -307,12 +287,8 @@ class MemoryBudget(CheckpointedLayers):
         """Return (the choice, its reason) as text."""
         if self.is_undecided:
             return "each layer by itself", "chosen with the first microbatch"
-        ranges: list[list[Any]] = []
-        for name, option in zip(self.layer_names, self.chosen, strict=True):
-            if ranges and ranges[-1][0] == option.form:
-                ranges[-1][1].append(name)
-            else:
-                ranges.append([option.form, [name]])
+        forms = zip([option.form for option in self.chosen], self.layer_names, strict=True)
+        ranges = [(form, [name for _, name in layers]) for form, layers in groupby(forms, key=itemgetter(0))]
         text = ", ".join(f"{names[0]}{f' to {names[-1]}' if names[1:] else ''} {form}" for form, names in ranges)
         full = total_seconds([options[-1] for options in self.options])
         share = total_seconds(self.chosen) / full if full else 0.0
@@ -346,18 +322,3 @@ def _as_leaf(tensor: Tensor) -> Tensor:
 
 def _total_bytes(storages: set[Any]) -> int:
     return sum(int(storage.nbytes()) for storage in storages)
-
-
-def _all_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield tensors, also those inside dataclasses, which all layers share."""
-    if is_dataclass(value) and not isinstance(value, type):
-        for part in vars(value).values():  # also cached attributes
-            yield from _all_tensors(part)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _all_tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _all_tensors(item)
-    elif isinstance(value, Tensor):
-        yield value

@@ -74,9 +74,8 @@ class SavedElements:
 def uncompressed_bytes(saved: SavedElements, element_bytes: int) -> float:
     """Return the bytes that torch saves."""
     values = saved.relu_signs + saved.relu_outputs + saved.pending_relu_outputs + saved.values
-    return (
-        values * element_bytes + (saved.max_pool_outputs + saved.overlapping_pool_outputs) * INDEX_BYTES + saved.masks
-    )
+    indices = saved.max_pool_outputs + saved.overlapping_pool_outputs
+    return values * element_bytes + indices * INDEX_BYTES + saved.masks
 
 
 def _value_bytes(compress: str, element_bytes: int) -> tuple[float, float]:

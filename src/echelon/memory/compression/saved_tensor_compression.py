@@ -42,33 +42,21 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from echelon import compat
-from echelon.kernels.activations import bitmask, max_pool
+from echelon.kernels.activations import bitmask, max_pool, sparse_values
 from echelon.kernels.activations.blockwise_cast import FORMATS, BlockFormat
 from echelon.kernels.activations.max_pool import PoolWindow, encode
-from echelon.kernels.tensor_spec import TensorSpec, is_dense, is_dense_by_sample
+from echelon.kernels.tensor_spec import TensorSpec, as_rows, is_dense, is_dense_by_sample
 from echelon.memory.compression import cost as compression_cost
-from echelon.memory.compression.saved_tensor_formats import (
-    BitmaskTensor,
-    PoolIndexTensor,
-    QuantizedTensor,
-    ReluOutputTensor,
-    SavedTensorFormat,
-    SpecOnlyTensor,
-    StoredView,
-    UncompressedTensor,
-    total_bytes,
-)
+from echelon.memory.compression import saved_tensor_formats as formats
+from echelon.memory.compression.saved_tensor_formats import SavedTensorFormat, UncompressedTensor
 
 MIN_SAMPLE_NUMEL = 64
 """minimum elements of a sample (dim 0): per sample, so that all batches are treated alike"""
 
 Function = Callable[..., Any]
 RELUS: dict[Function, bool] = {
-    F.relu: False,
-    torch.relu: False,
-    Tensor.relu: False,
-    torch.relu_: True,
-    Tensor.relu_: True,
+    **dict.fromkeys((F.relu, torch.relu, Tensor.relu), False),
+    **dict.fromkeys((torch.relu_, Tensor.relu_), True),
 }
 """whether it is in place, unless the call says so"""
 MAX_POOLS: tuple[Function, ...] = (F.max_pool2d, torch.max_pool2d)
@@ -135,14 +123,14 @@ class SavedTensorCompression(TorchFunctionMode):
         self._pooling: _PoolingCall | None = None
         self._exact = False
         """inside a call that saves log probabilities"""
-        self._pending: deque[ReluOutputTensor] = deque()
+        self._pending: deque[formats.ReluOutputTensor] = deque()
         """ReLU outputs that wait for their count of nonzeros"""
         self._saved: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
     def bytes(self) -> int:
         """Bytes that are stored now of all saved tensors: without parameters, every storage once."""
-        return total_bytes(iter(self._saved))
+        return formats.total_bytes(iter(self._saved))
 
     # -- torch's functions --------------------------------------------------------------------------------------------
 
@@ -177,9 +165,8 @@ class SavedTensorCompression(TorchFunctionMode):
     def _supports(self, x: Any) -> bool:
         """Return whether x is large enough, and in a memory layout that the kernels support."""
         is_plain = type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and x.device.type in ("cpu", "cuda")
-        return bool(
-            is_plain and x.requires_grad and x.is_floating_point() and self._is_large(x) and is_dense_by_sample(x)
-        )
+        is_activation = is_plain and x.requires_grad and x.is_floating_point()
+        return bool(is_activation and self._is_large(x) and is_dense_by_sample(x))
 
     def _is_large(self, x: Tensor) -> bool:
         return x.dim() > 1 and x.numel() >= self.min_numel * x.shape[0] > 0
@@ -210,8 +197,8 @@ class SavedTensorCompression(TorchFunctionMode):
             return _uncompressed(x, parameter)
         if (pooled := self._compress_pooling(x)) is not None:
             return pooled
-        if x.dtype == torch.bool:
-            return self._reuse_stored(x, BitmaskTensor.from_tensor) if is_dense_by_sample(x) else _uncompressed(x)
+        if x.dtype == torch.bool and is_dense_by_sample(x):
+            return self._reuse_stored(x, formats.BitmaskTensor.from_tensor)
         if x.is_floating_point() and x.requires_grad:
             return self._compress_values(x)
         return _uncompressed(x)
@@ -221,9 +208,10 @@ class SavedTensorCompression(TorchFunctionMode):
         if pooling is None:
             return None
         if pooling.window is not None and x.dtype == torch.int64:
-            return PoolIndexTensor(encode(x, pooling.window), pooling.window)
-        same = x.dtype == pooling.input.dtype and x.data_ptr() == pooling.input.data_ptr()
-        return SpecOnlyTensor(TensorSpec.from_tensor(x)) if same and x.numel() == pooling.input.numel() else None
+            return formats.PoolIndexTensor(encode(x, pooling.window), pooling.window)
+        expected = pooling.input
+        same = x.dtype == expected.dtype and x.data_ptr() == expected.data_ptr() and x.numel() == expected.numel()
+        return formats.SpecOnlyTensor(TensorSpec.from_tensor(x)) if same else None
 
     def _compress_values(self, x: Tensor) -> SavedTensorFormat:
         base = x._base
@@ -236,14 +224,14 @@ class SavedTensorCompression(TorchFunctionMode):
         ):
             stored_base = self._reuse_stored(base, self._compress_dense)
             if not isinstance(stored_base, UncompressedTensor):
-                return StoredView(stored_base, tuple(x.shape), x.stride())
+                return formats.StoredView(stored_base, tuple(x.shape), x.stride())
         if is_dense_by_sample(x):
             return self._reuse_stored(x, self._compress_dense)
         # A view with gaps. An expanded view (stride 0) is smaller as it is.
         block_format = self._format_for(x)
         if block_format is None or 0 in x.stride():
             return _uncompressed(x)
-        return self._reuse_stored(x, lambda part: QuantizedTensor.from_tensor(part.contiguous(), block_format))
+        return self._reuse_stored(x, lambda part: formats.QuantizedTensor.from_tensor(part.contiguous(), block_format))
 
     def _compress_dense(self, x: Tensor) -> SavedTensorFormat:
         relu_bits: _ReluBits | None = getattr(x, "relu_bits", None)
@@ -251,24 +239,23 @@ class SavedTensorCompression(TorchFunctionMode):
         is_small = x.is_cuda and x.nbytes < compression_cost.MIN_SPARSE_BYTES
         if relu_bits is not None and relu_bits.version == x._version and not is_small:
             self.compress_pending(compression_cost.MAX_PENDING_RELUS - 1)
-            found = ReluOutputTensor.from_output(_uncompressed(x), relu_bits.bits, relu_bits.counts, block_format)
-            self._pending.append(found)
-            return found
-        return QuantizedTensor.from_tensor(x, block_format) if block_format is not None else _uncompressed(x)
+            output = _uncompressed(x)
+            count = sparse_values.count_nonzero(relu_bits.bits, relu_bits.counts, as_rows(output.tensor).shape[1])
+            self._pending.append(formats.ReluOutputTensor(output, relu_bits.bits, count, block_format))
+            return self._pending[-1]
+        return formats.QuantizedTensor.from_tensor(x, block_format) if block_format is not None else _uncompressed(x)
 
     def _format_for(self, x: Tensor) -> BlockFormat | None:
         """Return the low-precision format for x, if it is shorter than its dtype."""
-        return (
-            self.block_format
-            if self.block_format is not None and x.element_size() > self.block_format.dtype.itemsize
-            else None
-        )
+        block_format = self.block_format
+        is_shorter = block_format is not None and block_format.dtype.itemsize < x.element_size()
+        return block_format if is_shorter else None
 
     def _reuse_stored(self, x: Tensor, make: Callable[[Tensor], SavedTensorFormat]) -> SavedTensorFormat:
         """Return what is stored already of this version of x, else `make(x)`."""
         holder: Any = x
-        found, version, by = getattr(x, "stored", (lambda: None, -1, None))
-        stored: SavedTensorFormat | None = found() if version == x._version and by is self.hooks else None
+        reference, version, hooks = getattr(x, "stored", (lambda: None, -1, None))
+        stored: SavedTensorFormat | None = reference() if version == x._version and hooks is self.hooks else None
         if stored is None:
             stored = make(x)
             if not isinstance(stored, UncompressedTensor):  # it would keep itself alive

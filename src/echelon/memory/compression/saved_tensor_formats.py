@@ -155,19 +155,9 @@ class ReluOutputTensor:
     count: NonzeroCount
     block_format: BlockFormat | None
 
-    @classmethod
-    def from_output(
-        cls, output: UncompressedTensor, bits: Tensor, counts: Tensor, block_format: BlockFormat | None
-    ) -> ReluOutputTensor:
-        return cls(
-            output, bits, sparse_values.count_nonzero(bits, counts, as_rows(output.tensor).shape[1]), block_format
-        )
-
     def compress(self) -> None:
-        if (
-            not isinstance(self.current, UncompressedTensor) or self.current.is_modified
-        ):  # an error, which `restore` raises
-            return
+        if not isinstance(self.current, UncompressedTensor) or self.current.is_modified:
+            return  # a modified tensor is an error, which `restore` raises
         x, total = self.current.tensor, self.count.wait()
         if total < MAX_SPARSE_SHARE * x.numel():
             values = sparse_values.compact(as_rows(x), self.bits, total, self.count.block_ends, self.block_format)

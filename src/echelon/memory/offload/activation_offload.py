@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from echelon.memory.checkpointing.checkpoint_wrapper import iter_tensors
 from echelon.memory.offload.host_transfer import COMPLETED, CopyEvent, HostBuffer, HostLink
 
 MIN_OFFLOAD_BYTES = {"cuda": 1 << 20, "cpu": 1 << 10}
@@ -129,59 +131,50 @@ class ActivationOffloader:
 
     def apply(self, model: nn.Module, names: Sequence[str]) -> None:
         """Wrap the forward of each layer, in order."""
-        layers = [(index, model.get_submodule(name)) for index, name in enumerate(names)]
-        local: list[tuple[int, Any]] = [(at, module) for at, module in layers if not isinstance(module, nn.Identity)]
-        for at, module in local[: len(local) - self._keep_last]:
-            module.forward = partial(self._forward_offloaded, at, module.forward)
-        for at, module in local[len(local) - self._keep_last :]:
-            module.forward = partial(self._forward_kept, at, module.forward)
+        layers: list[tuple[int, Any]] = [(index, model.get_submodule(name)) for index, name in enumerate(names)]
+        local = [(index, module) for index, module in layers if not isinstance(module, nn.Identity)]
+        for position, (index, module) in enumerate(local):
+            offloads = position < len(local) - self._keep_last
+            module.forward = partial(self._forward, index, offloads, module.forward)
 
     def exclude(self, tensors: Sequence[Tensor]) -> None:
         """Exclude parameters from offload."""
         for tensor in tensors:
             self._parameters.add(tensor.untyped_storage())
 
-    def _forward_offloaded(self, at: int, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    def _forward(self, index: int, offloads: bool, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **named)
-        self._enter_layer(at)
-        with saved_tensors_hooks(self._pack, _unpack):
+        self._enter_layer(index)
+        with saved_tensors_hooks(self._pack, _unpack) if offloads else nullcontext():
             output = forward(*args, **named)
         return self._hook_prefetch(output)
 
-    def _forward_kept(self, at: int, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **named)
-        self._enter_layer(at)
-        return self._hook_prefetch(forward(*args, **named))
-
-    def _enter_layer(self, at: int) -> None:
-        if at != self._layer_index + 1:
+    def _enter_layer(self, index: int) -> None:
+        if index != self._layer_index + 1:
             self._pass = LayerPass()
-        self._layer_index = at
+        self._layer_index = index
         self._pass.offloaded.append(weakref.WeakSet())
         self._in_transfer.append([])
-        while len(self._in_transfer) > 2:
-            for copy, _ in self._in_transfer.popleft():
-                copy.wait()
+        self._wait_transfers(2)
 
     def _hook_prefetch(self, output: Any) -> Any:
         """Prefetch the previous layer's storages when this layer's backward starts."""
         layer_pass, index = self._pass, len(self._pass.offloaded) - 1
 
         def before_backward(_gradient: Tensor) -> None:
-            self._wait_transfers()
+            self._wait_transfers(0)
             layer_pass.prefetch(index)
             layer_pass.prefetch(index - 1)
 
-        for tensor in _iter_tensors(output):
+        for tensor in iter_tensors(output, in_dataclasses=True):
             if tensor.requires_grad:
                 tensor.register_hook(before_backward)
         return output
 
-    def _wait_transfers(self) -> None:
-        """Wait for all copies to the host, and free their device memory."""
-        while self._in_transfer:
+    def _wait_transfers(self, num_layers: int) -> None:
+        """Wait for the copies to the host, except of the last layers, and free their device memory."""
+        while len(self._in_transfer) > num_layers:
             for copy, _ in self._in_transfer.popleft():
                 copy.wait()
 
@@ -210,14 +203,3 @@ def _unpack(packed: Tensor | OffloadedView) -> Tensor:
 def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
     made = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return made.set_(storage, 0, (storage.nbytes(),), (1,))
-
-
-def _iter_tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif is_dataclass(value) and not isinstance(value, type):
-        for part in fields(value):
-            yield from _iter_tensors(getattr(value, part.name))
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _iter_tensors(item)

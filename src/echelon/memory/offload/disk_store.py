@@ -19,7 +19,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,6 +29,11 @@ from echelon.memory.offload.host_worker import HostWorker
 
 CHUNK = 1 << 26
 """bytes of one read or write"""
+TRUNCATED = (
+    "a file of states is truncated ({path}: {done:,} bytes of {total:,}); its states are lost, so resume from a "
+    "checkpoint"
+)
+SHORT_WRITE = "a write to a file of states was short ({path}); the previous step's states are intact"
 
 
 class DiskError(ValueError):
@@ -39,8 +44,7 @@ class DiskStore:
     """A list of tensors in a pair of files."""
 
     def __init__(self, path: Path):
-        self.paths = tuple(path.with_name(f"{path.name}.{generation}") for generation in (0, 1))
-        self.path = path
+        self.path, self.paths = path, tuple(path.with_name(f"{path.name}.{generation}") for generation in (0, 1))
         self._files = [os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600) for name in self.paths]
         weakref.finalize(self, _close, self._files)
         self.reserved = 0
@@ -62,42 +66,30 @@ class DiskStore:
 
     def load(self, tensors: Sequence[Tensor]) -> None:
         """Read the last written generation."""
-        file, path, offset = self._files[self.latest], self.paths[self.latest], 0
-        for tensor in tensors:
-            view = _as_memoryview(tensor)
-            done = 0
-            while done < len(view):
-                try:
-                    count = os.preadv(file, [view[done : done + CHUNK]], offset + done)
-                except OSError as error:
-                    raise _disk_error(error, path, len(view)) from error
-                if count == 0:
-                    raise DiskError(
-                        f"a file of states is truncated ({path}: {offset + done:,} bytes of "
-                        f"{offset + len(view):,}); its states are lost, so resume from a checkpoint"
-                    )
-                done += count
-            offset += len(view)
+        self._transfer(self.latest, tensors, lambda file, view, at: os.preadv(file, [view], at), TRUNCATED)
 
     def save(self, tensors: Sequence[Tensor]) -> None:
         """Write the generation that is not committed."""
         target = 1 - self.committed
-        file, path, offset = self._files[target], self.paths[target], 0
+        self._transfer(target, tensors, os.pwrite, SHORT_WRITE)
+        self.latest = target
+
+    def _transfer(
+        self, generation: int, tensors: Sequence[Tensor], call: Callable[[int, memoryview, int], int], fault: str
+    ) -> None:
+        """Read or write tensors, one after another; `fault` is the error where `call` transfers nothing."""
+        path, offset = self.paths[generation], 0
         for tensor in tensors:
-            view = _as_memoryview(tensor)
-            done = 0
+            view, done = _as_memoryview(tensor), 0
             while done < len(view):
                 try:
-                    count = os.pwrite(file, view[done : done + CHUNK], offset + done)
+                    count = call(self._files[generation], view[done : done + CHUNK], offset + done)
                 except OSError as error:
                     raise _disk_error(error, path, len(view)) from error
                 if count == 0:
-                    raise DiskError(
-                        f"a write to a file of states was short ({path}); the previous step's states are intact"
-                    )
+                    raise DiskError(fault.format(path=path, done=offset + done, total=offset + len(view)))
                 done += count
             offset += len(view)
-        self.latest = target
 
     def commit(self) -> None:
         """Make the last written generation the one that survives a failure."""
@@ -147,8 +139,8 @@ def _as_memoryview(tensor: Tensor) -> memoryview:
 
 
 def _free_bytes(path: Path) -> int:
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
+    stats = os.statvfs(path)
+    return stats.f_bavail * stats.f_frsize
 
 
 def _disk_error(error: OSError, path: Path, nbytes: int) -> DiskError:

@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -35,19 +35,15 @@ class CopyEvent:
     def __init__(self, event: Any = None):
         self._event = event
 
-    def wait(self) -> None:
-        """Make the current stream wait for the copy."""
+    def wait(self, stream: Any = None) -> None:
+        """Make a stream, by default the current one, wait for the copy."""
         if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+            (stream or torch.cuda.current_stream()).wait_event(self._event)
 
     def synchronize(self) -> None:
         """Block until the copy is complete."""
         if self._event is not None:
             self._event.synchronize()
-
-    def block_stream(self, stream: Any) -> None:
-        if self._event is not None:
-            stream.wait_event(self._event)
 
 
 COMPLETED = CopyEvent()
@@ -64,9 +60,7 @@ class HostLink:
         self.bytes_moved: Counter[tuple[str, str]] = Counter()
         """bytes, by direction and category"""
         self._lock = threading.Lock()
-        self._streams: dict[str, Any] = {}
-        if self.on_gpu:
-            self._streams = {direction: torch.cuda.Stream(device) for direction in (DOWN, UP)}
+        self._streams: dict[str, Any] = {way: torch.cuda.Stream(device) for way in (DOWN, UP)} if self.on_gpu else {}
 
     def set_device(self) -> None:
         """Set a new thread's device; it would default to the first, and allocate a context there."""
@@ -83,9 +77,7 @@ class HostLink:
 
     def record_event(self) -> CopyEvent:
         """Record what this thread has queued on the device so far."""
-        if not self.on_gpu:
-            return COMPLETED
-        return CopyEvent(_event(torch.cuda.current_stream(self.device)))
+        return CopyEvent(_event(torch.cuda.current_stream(self.device))) if self.on_gpu else COMPLETED
 
     def copy_to_host(
         self,
@@ -130,18 +122,14 @@ class HostLink:
         with self._lock:
             self.bytes_moved[direction, category] += source.nbytes
         start = self.record_event() if after is None else after
-        with self._stream_context(direction) as _:
-            if self.on_gpu:
-                start.block_stream(self._streams[direction])
+        stream = self._streams.get(direction)
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            if stream is not None:
+                start.wait(stream)
             if factor is not None:
                 source.mul_(factor)
             target.copy_(source, non_blocking=True)
-            if not self.on_gpu:
-                return COMPLETED
-            return CopyEvent(_event(self._streams[direction]))
-
-    def _stream_context(self, direction: str) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._streams[direction]) if self.on_gpu else nullcontext()
+            return COMPLETED if stream is None else CopyEvent(_event(stream))
 
 
 def _event(stream: Any) -> Any:
