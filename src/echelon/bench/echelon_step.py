@@ -14,12 +14,7 @@ from echelon.config.sections import OptimizerConfig
 from echelon.parallel.parallel_options import ParallelOptions
 from echelon.training.engine import Engine
 
-COMPUTE_DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp8": torch.bfloat16,
-    "fp8-row": torch.bfloat16,
-}
+COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp8-row": torch.bfloat16}
 """the dtype of parameters and activations; fp8 matmuls are an option of their own"""
 
 

@@ -100,12 +100,7 @@ class CheckpointIndex:
             raise CheckpointError(f"unknown checkpoint format (expected {FORMAT}, got {read.get('format')})")
         tensors = {}
         for name, tensor in read["tensors"].items():
-            slices = tuple(
-                StoredSlice(
-                    s["file"], s["at"], tuple((low, high) for low, high in s["box"]), _parse_checksum(s["sums"])
-                )
-                for s in tensor["slices"]
-            )
+            slices = tuple(_parse_slice(stored) for stored in tensor["slices"])
             tensors[name] = TensorRecord(tensor["dtype"], tuple(tensor["shape"]), slices)
         files = {name: FileRecord(file["bytes"], file["header"]) for name, file in read["files"].items()}
         return cls(read["step"], read["facts"], files, tensors, read["hash"])
@@ -125,9 +120,9 @@ class CheckpointIndex:
             raise CheckpointError(f"the checkpoint does not store every element exactly once: {abbreviate(wrong)}")
 
 
-def _parse_checksum(texts: Sequence[str]) -> tuple[int, int]:
-    a, b = (int(text, 16) for text in texts)
-    return a, b
+def _parse_slice(stored: Mapping[str, Any]) -> StoredSlice:
+    a, b = (int(word, 16) for word in stored["sums"])
+    return StoredSlice(stored["file"], stored["at"], tuple((low, high) for low, high in stored["box"]), (a, b))
 
 
 def any_overlap(boxes: Sequence[Box]) -> bool:

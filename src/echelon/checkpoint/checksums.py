@@ -37,17 +37,14 @@ def box_checksum(values: Tensor, box: Box, shape: Sequence[int]) -> Checksum:
     size = values.element_size()
     bits = values.reshape(-1).view(INTEGER_DTYPES[size])
     rows = contiguous_rows(box, tuple((0, side) for side in shape))
-    a = b = 0
     if len(rows.starts) > 1 and rows.length * size % 8 == 0 and all(start * size % 8 == 0 for start in rows.starts):
         first = torch.tensor(rows.starts, dtype=torch.int64) * size // 8
         return _word_checksum(_as_words(bits).view(len(first), -1), first)
     if len(rows.starts) > 1 and rows.length < TABLE_COLUMNS:
         positions = torch.tensor(rows.starts, dtype=torch.int64)[:, None] + torch.arange(rows.length)
         return _element_checksum(bits, positions.reshape(-1), size)
-    for number, start in enumerate(rows.starts):
-        checksum = _run_checksum(bits[number * rows.length : (number + 1) * rows.length], start, size)
-        a, b = a + checksum[0], b + checksum[1]
-    return a & MASK, b & MASK
+    runs = [bits[index * rows.length : (index + 1) * rows.length] for index in range(len(rows.starts))]
+    return add_checksums([_run_checksum(run, start, size) for run, start in zip(runs, rows.starts, strict=True)])
 
 
 def _run_checksum(bits: Tensor, start: int, size: int) -> Checksum:
@@ -55,16 +52,15 @@ def _run_checksum(bits: Tensor, start: int, size: int) -> Checksum:
     head = min(-start % (8 // size), len(bits))
     body = (len(bits) - head) * size // 8 * 8 // size
     table = body * size // 8 // TABLE_COLUMNS * TABLE_COLUMNS * 8 // size
-    a, b = 0, 0
+    checksums = [
+        _element_checksum(bits[begin:end], torch.arange(start + begin, start + end), size)
+        for begin, end in ((0, head), (head + table, len(bits)))
+    ]
     if table:
         words = _as_words(bits[head : head + table]).view(-1, TABLE_COLUMNS)
         first = (start + head) * size // 8 + torch.arange(len(words)) * TABLE_COLUMNS
-        a, b = _word_checksum(words, first)
-    for begin, end in ((0, head), (head + table, len(bits))):
-        if begin < end:
-            checksum = _element_checksum(bits[begin:end], torch.arange(start + begin, start + end), size)
-            a, b = a + checksum[0], b + checksum[1]
-    return a & MASK, b & MASK
+        checksums.append(_word_checksum(words, first))
+    return add_checksums(checksums)
 
 
 def _as_words(bits: Tensor) -> Tensor:

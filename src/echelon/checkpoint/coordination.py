@@ -6,6 +6,8 @@ gloo even where training uses NCCL, and only one thread at a time uses it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
 
@@ -37,7 +39,7 @@ class CheckpointGroup:
             return [mine]
         values: list[T | None] | None = [None] * self.size if self.is_rank_zero else None
         dist.gather_object(mine, values, dst=0, group=self._group)
-        return [one for one in values or () if one is not None]
+        return [value for value in values or () if value is not None]
 
     def broadcast(self, value: T) -> T:
         """Broadcast rank 0's value."""
@@ -61,6 +63,17 @@ class CheckpointGroup:
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
+
+
+@contextmanager
+def errors_on_all_ranks(group: CheckpointGroup) -> Iterator[None]:
+    """Raise on every rank if one raises inside this context."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    raise_on_all_ranks(group, error)
 
 
 def raise_on_all_ranks(group: CheckpointGroup, error: Exception | None) -> None:

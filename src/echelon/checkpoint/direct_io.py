@@ -34,9 +34,8 @@ def no_wait(size: int) -> None:
 def write_direct(path: Path, file: Buffer, wait_for_bytes: WaitForBytes = no_wait) -> None:
     """Write a file and flush it to the disk."""
     view = memoryview(file).cast("B")
-    direct_file = _DirectFile(
-        path, direct=len(view) >= MIN_DIRECT_BYTES and np.frombuffer(view, np.uint8).ctypes.data % PAGE_BYTES == 0
-    )
+    is_aligned = len(view) >= MIN_DIRECT_BYTES and np.frombuffer(view, np.uint8).ctypes.data % PAGE_BYTES == 0
+    direct_file = _DirectFile(path, direct=is_aligned)
     try:
         done = 0
         while done < len(view):
@@ -60,7 +59,7 @@ class _DirectFile:
             self.file = os.open(path, flags, 0o644)
 
     def write(self, view: memoryview, at: int) -> int:
-        """Write some bytes from an offset on; returns flags many."""
+        """Write some bytes from an offset on; return their number."""
         pages = min(len(view) - at, WRITE_CHUNK_BYTES) // PAGE_BYTES * PAGE_BYTES
         if self._flag and (at % PAGE_BYTES or not pages):  # the end of the file, or after a short write
             self._disable_direct()

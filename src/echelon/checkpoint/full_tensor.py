@@ -35,9 +35,8 @@ class FullTensor:
         values = torch.empty(self.shape, dtype=self.dtype)
         for stored in self.record.slices:
             count = numel(stored.box) * self.dtype.itemsize
-            part = torch.frombuffer(
-                self.storage.read(self.step, stored.file, [(stored.offset, count)]), dtype=self.dtype
-            )
+            data = self.storage.read(self.step, stored.file, [(stored.offset, count)])
+            part = torch.frombuffer(data, dtype=self.dtype)
             if box_checksum(part, stored.box, self.shape) != stored.checksum:
                 where = f"{self.storage.address}/{step_dir_name(self.step)}/{stored.file}"
                 raise CheckpointError(f"the checkpoint is corrupt ({where}: bytes have changed)")

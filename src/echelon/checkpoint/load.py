@@ -17,18 +17,12 @@ from dataclasses import dataclass
 
 import torch
 
-from echelon.checkpoint.checkpoint_index import (
-    DTYPE_BYTES,
-    CheckpointError,
-    CheckpointIndex,
-    StoredSlice,
-    abbreviate,
-    parse_index,
-)
+from echelon.checkpoint import checkpoint_index
+from echelon.checkpoint.checkpoint_index import CheckpointError, CheckpointIndex, StoredSlice, abbreviate
 from echelon.checkpoint.checksums import MASK, Checksum, add_checksums, as_int64, box_checksum, state_hash
-from echelon.checkpoint.coordination import CheckpointGroup, int64_zeros, raise_on_all_ranks
+from echelon.checkpoint.coordination import CheckpointGroup, errors_on_all_ranks, int64_zeros
 from echelon.checkpoint.storage import Storage, read_index_files, step_dir_name
-from echelon.checkpoint.tensor_slices import PlacedBox, box_shape, contiguous_rows, intersect, numel
+from echelon.checkpoint.tensor_slices import Box, PlacedBox, box_shape, contiguous_rows, intersect, numel
 from echelon.checkpoint.training_state import SAFETENSORS_DTYPES, StateItem, TrainingState
 from echelon.layout.validation_error import closest_word
 
@@ -59,7 +53,7 @@ def find_step(storage: Storage, step: int | None = None) -> int:
 
 
 def open_index(storage: Storage, step: int) -> CheckpointIndex:
-    return parse_index(*read_index_files(storage, step), f"{storage.address}/{step_dir_name(step)}")
+    return checkpoint_index.parse_index(*read_index_files(storage, step), f"{storage.address}/{step_dir_name(step)}")
 
 
 def load_checkpoint(state: TrainingState, storage: Storage, step: int, group: CheckpointGroup) -> LoadResult:
@@ -74,12 +68,8 @@ class _CheckpointReader:
     def __init__(self, storage: Storage, step: int, group: CheckpointGroup):
         self.storage, self.step, self.group = storage, step, group
         self.where = f"{storage.address}/{step_dir_name(step)}"
-        error: Exception | None = None
-        try:
+        with errors_on_all_ranks(group):
             self.index = open_index(storage, step)
-        except (CheckpointError, KeyError, TypeError, ValueError) as raised:
-            error = raised
-        raise_on_all_ranks(group, error)
         self.tensor_order = {name: index for index, name in enumerate(sorted(self.index.tensors))}
         self.bytes_read = 0
 
@@ -88,25 +78,21 @@ class _CheckpointReader:
     def check_names(self, state: TrainingState) -> None:
         """Report all tensors that are missing, unexpected, or of another dtype or shape."""
         wrong: dict[str, list[str]] = {"missing": [], "different": []}
-        held = int64_zeros(len(self.tensor_order))
+        in_model = int64_zeros(len(self.tensor_order))
         for item in state.items():
             tensor = self.index.tensors.get(item.name)
             if tensor is None:
                 wrong["missing"].append(item.name)
                 continue
-            held[self.tensor_order[item.name]] = 1
-            if tensor.shape != item.shape or tensor.dtype != SAFETENSORS_DTYPES[item.dtype]:
-                there, here = (
-                    f"{dtype} {list(shape)}"
-                    for dtype, shape in ((tensor.dtype, tensor.shape), (SAFETENSORS_DTYPES[item.dtype], item.shape))
-                )
-                wrong["different"].append(f"{item.name} (checkpoint {there}, model {here})")
-        self.group.all_reduce_sum(held)
-        everywhere = self.group.all_gather(wrong)
-        missing, different = (
-            sorted({name for one in everywhere for name in one[problem]}) for problem in ("missing", "different")
-        )
-        unexpected = [name for name, index in self.tensor_order.items() if not held[index]]
+            in_model[self.tensor_order[item.name]] = 1
+            stored = f"{tensor.dtype} {list(tensor.shape)}"
+            expected = f"{SAFETENSORS_DTYPES[item.dtype]} {list(item.shape)}"
+            if stored != expected:
+                wrong["different"].append(f"{item.name} (checkpoint {stored}, model {expected})")
+        self.group.all_reduce_sum(in_model)
+        of_ranks = self.group.all_gather(wrong)
+        missing, different = (sorted({name for rank in of_ranks for name in rank[problem]}) for problem in wrong)
+        unexpected = [name for name, index in self.tensor_order.items() if not in_model[index]]
         problems: list[str] = []
         for name in missing:
             hint = closest_word(name, unexpected) if len(problems) < 12 else ""
@@ -118,13 +104,11 @@ class _CheckpointReader:
 
     def check_files(self) -> None:
         """Check every file's size and header; each rank checks some of the files."""
-        error: Exception | None = None
-        try:
-            names = sorted(self.index.files)
-            first: dict[str, int] = {}
-            for stored in (stored for tensor in self.index.tensors.values() for stored in tensor.slices):
-                first[stored.file] = min(first.get(stored.file, stored.offset), stored.offset)
-            for name in names[self.group.rank :: self.group.size]:
+        header_bytes: dict[str, int] = {}
+        for stored in (stored for tensor in self.index.tensors.values() for stored in tensor.slices):
+            header_bytes[stored.file] = min(header_bytes.get(stored.file, stored.offset), stored.offset)
+        with errors_on_all_ranks(self.group):
+            for name in sorted(self.index.files)[self.group.rank :: self.group.size]:
                 file, size = self.index.files[name], self.storage.size(self.step, name)
                 if size is None:
                     raise CheckpointError(f"the checkpoint is corrupt ({self.where}/{name} is missing)")
@@ -132,60 +116,42 @@ class _CheckpointReader:
                     raise CheckpointError(
                         f"the checkpoint is corrupt ({self.where}/{name} has {size:,} bytes of {file.nbytes:,})"
                     )
-                header = self.storage.read(self.step, name, [(0, first.get(name, size))])
+                header = self.storage.read(self.step, name, [(0, header_bytes.get(name, size))])
                 if hashlib.sha256(header).hexdigest() != file.header_sha256:
                     raise CheckpointError(f"the checkpoint is corrupt ({self.where}/{name}: its header has changed)")
-        except CheckpointError as raised:
-            error = raised
-        raise_on_all_ranks(self.group, error)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def restore(self, state: TrainingState) -> LoadResult:
         sums = int64_zeros(len(self.tensor_order), 2)
-        held = 0
-        error: Exception | None = None
-        try:
+        bytes_held = 0
+        with errors_on_all_ranks(self.group):
             for item in state.items(restoring=True):
                 values = self._read_item(item)
-                held += sum(numel(placed.box) for placed in item.boxes()) * item.dtype.itemsize
+                bytes_held += sum(numel(placed.box) for placed in item.boxes()) * item.dtype.itemsize
                 if item.is_writer:
                     checksum = add_checksums([_item_checksum(values, placed, item) for placed in item.boxes()])
                     sums[self.tensor_order[item.name]] += torch.tensor([as_int64(word) for word in checksum])
                 item.write(values)
-        except CheckpointError as raised:
-            error = raised
-        raise_on_all_ranks(self.group, error)
-        self.group.all_reduce_sum(sums)
-        restored = {
-            name: (int(sums[index, 0]) & MASK, int(sums[index, 1]) & MASK) for name, index in self.tensor_order.items()
-        }
+        rows = self.group.all_reduce_sum(sums).tolist()
+        restored = {name: (a & MASK, b & MASK) for name, (a, b) in zip(self.tensor_order, rows, strict=True)}
         self._compare_checksums(restored)
-        return LoadResult(self.index, state_hash(restored), self.bytes_read, held)
+        return LoadResult(self.index, state_hash(restored), self.bytes_read, bytes_held)
 
     def _read_item(self, item: StateItem) -> torch.Tensor:
         """The rank's slice of a tensor, flat, with zeros as padding."""
         values = torch.zeros(item.size, dtype=item.dtype)
         for placed in item.boxes():
-            for stored, shared in self._overlapping_slices(item.name, placed):
-                target = placed.sub_box(shared)
-                shape = box_shape(shared)
-                values.as_strided(shape, target.strides, target.offset).copy_(
-                    self._read(item.name, stored, shared).view(shape)
-                )
+            for stored in self.index.tensors[item.name].slices:
+                if (shared := intersect(stored.box, placed.box)) is not None:
+                    target, shape = placed.sub_box(shared), box_shape(shared)
+                    part = self._read(item.name, stored, shared).view(shape)
+                    values.as_strided(shape, target.strides, target.offset).copy_(part)
         return values
 
-    def _overlapping_slices(
-        self, name: str, placed: PlacedBox
-    ) -> Iterator[tuple[StoredSlice, tuple[tuple[int, int], ...]]]:
-        for stored in self.index.tensors[name].slices:
-            shared = intersect(stored.box, placed.box)
-            if shared is not None:
-                yield stored, shared
-
-    def _read(self, name: str, stored: StoredSlice, box: tuple[tuple[int, int], ...]) -> torch.Tensor:
+    def _read(self, name: str, stored: StoredSlice, box: Box) -> torch.Tensor:
         dtype = self.index.tensors[name].dtype
-        rows, size = contiguous_rows(box, stored.box), DTYPE_BYTES[dtype]
+        rows, size = contiguous_rows(box, stored.box), checkpoint_index.DTYPE_BYTES[dtype]
         ranges = [(stored.offset + start * size, rows.length * size) for start in rows.starts]
         data = self.storage.read(self.step, stored.file, ranges)
         self.bytes_read += len(data)
@@ -194,16 +160,14 @@ class _CheckpointReader:
     # -- checks after reading -----------------------------------------------------------------------------------------
 
     def _compare_checksums(self, restored: Mapping[str, Checksum]) -> None:
-        wrong = [
-            name
-            for name, tensor in self.index.tensors.items()
-            if add_checksums([stored.checksum for stored in tensor.slices]) != restored[name]
-        ]
+        slices = {name: tensor.slices for name, tensor in self.index.tensors.items()}
+        stored = {name: add_checksums([part.checksum for part in parts]) for name, parts in slices.items()}
+        wrong = [name for name, checksum in stored.items() if checksum != restored[name]]
         if not wrong:
             return
-        files = (
-            sorted({file for name in wrong for file in self._damaged_files(name)}) if self.group.is_rank_zero else []
-        )
+        files: list[str] = []
+        if self.group.is_rank_zero:
+            files = sorted({file for name in wrong for file in self._damaged_files(name)})
         files = self.group.broadcast(files)
         where = ", ".join(f"{self.where}/{file}" for file in files) or f"{self.where} was changed while it was read"
         raise CheckpointError(f"the checkpoint is corrupt ({where}: bytes of {abbreviate(wrong, 4)} have changed)")

@@ -18,25 +18,16 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from echelon.checkpoint.checkpoint_index import (
-    DIGEST_FILE,
-    INDEX_FILE,
-    CheckpointError,
-    CheckpointIndex,
-    FileRecord,
-    FileRegion,
-    StoredSlice,
-    TensorRecord,
-    digest_line,
-)
+from echelon.checkpoint import checkpoint_index
+from echelon.checkpoint.checkpoint_index import CheckpointError, CheckpointIndex, FileRegion, StoredSlice
 from echelon.checkpoint.checksums import Checksum, add_checksums, state_hash
-from echelon.checkpoint.coordination import CheckpointGroup, raise_on_all_ranks
+from echelon.checkpoint.coordination import CheckpointGroup, errors_on_all_ranks
 from echelon.checkpoint.staging import HostStaging
 from echelon.checkpoint.storage import Storage, step_dir_name
 from echelon.checkpoint.training_state import TrainingState
@@ -108,9 +99,8 @@ class CheckpointSaver:
         self.wait()
         self._staging.snapshot(self._state, in_background=in_background)
         threading.Thread(target=self._staging.run_background_copies, name="echelon-copy", daemon=True).start()
-        self._thread = threading.Thread(
-            target=self._save_in_thread, args=(step, dict(metadata)), name="echelon-save", daemon=True
-        )
+        args = (step, dict(metadata))
+        self._thread = threading.Thread(target=self._save_in_thread, args=args, name="echelon-save", daemon=True)
         self._thread.start()
 
     def wait_before_update(self) -> None:
@@ -141,37 +131,29 @@ class CheckpointSaver:
             thread.join(FAILURE_GRACE_S)
         return thread is None or not thread.is_alive()
 
-    def _save_in_thread(self, step: int, facts: dict[str, Any]) -> None:
+    def _save_in_thread(self, step: int, metadata: dict[str, Any]) -> None:
         try:
-            self.hash = self._write(step, facts)
+            self.hash = self._write(step, metadata)
             self.last_address = f"{self._storage.address}/{step_dir_name(step)}"
         except BaseException as error:  # raised when training next calls `check`, `save` or `wait`
             self._error = error
 
-    def _write(self, step: int, facts: dict[str, Any]) -> str:
-        group, error = self._group, None
-        if group.is_rank_zero:
-            error = _catch_error(lambda: self._storage.begin(step))
-        raise_on_all_ranks(group, error)
-        written: WrittenFile | None = None
-
-        def write() -> None:
-            nonlocal written
-            written = self._write_part(step)
-
-        error = _catch_error(write)
-        try:
-            raise_on_all_ranks(group, error)
-            every = group.gather(written)
-            index: CheckpointIndex | None = None
+    def _write(self, step: int, metadata: dict[str, Any]) -> str:
+        """Write the checkpoint; return the hash of its state."""
+        group = self._group
+        with errors_on_all_ranks(group):
             if group.is_rank_zero:
-                try:
-                    index = build_index(step, facts, [one for one in every if one is not None])
+                self._storage.begin(step)
+        try:
+            with errors_on_all_ranks(group):
+                written = self._write_part(step)
+            all_written, hash_on_rank_zero = group.gather(written), ""
+            with errors_on_all_ranks(group):
+                if group.is_rank_zero:
+                    index = build_index(step, metadata, all_written)
                     self._commit(index)
-                except Exception as raised:
-                    error = raised
-            raise_on_all_ranks(group, error)
-            return group.broadcast("" if index is None else index.hash)
+                    hash_on_rank_zero = index.hash
+            return group.broadcast(hash_on_rank_zero)
         except BaseException:
             if group.is_rank_zero:
                 self._storage.abandon(step)
@@ -180,56 +162,48 @@ class CheckpointSaver:
     def _write_part(self, step: int) -> WrittenFile:
         staging = self._staging
         checksums: list[Checksum] = []
-        wrong: list[BaseException] = []
+        errors: list[BaseException] = []
 
-        def add() -> None:
+        def add_checksums_of_regions() -> None:
             try:
                 checksums.extend(staging.checksums())
             except BaseException as error:
-                wrong.append(error)
+                errors.append(error)
 
-        checksumming = threading.Thread(target=add, name="echelon-checksums", daemon=True)
+        checksumming = threading.Thread(target=add_checksums_of_regions, name="echelon-checksums", daemon=True)
         checksumming.start()
         name = f"part-{self._group.rank:05d}.safetensors"
         try:
             self._storage.write(step, name, staging.file_view(), staging.wait_for_bytes)
         finally:
             checksumming.join()
-        if wrong:
-            raise wrong[0]
+        if errors:
+            raise errors[0]
         header = hashlib.sha256(staging.header).hexdigest()
         return WrittenFile(name, staging.nbytes, header, len(staging.header), staging.regions, checksums)
 
     def _commit(self, index: CheckpointIndex) -> None:
         index.check_complete()
         text, step, storage = index.to_json(), index.step, self._storage
-        storage.write(step, DIGEST_FILE, digest_line(text).encode())
-        storage.write(step, INDEX_FILE, text.encode())
+        storage.write(step, checkpoint_index.DIGEST_FILE, checkpoint_index.digest_line(text).encode())
+        storage.write(step, checkpoint_index.INDEX_FILE, text.encode())
         storage.commit(step)
         for old in self._retention.expired([saved for saved in storage.steps() if saved <= step]):
             storage.remove(old)
-
-
-def _catch_error(job: Callable[[], None]) -> Exception | None:
-    try:
-        job()
-    except Exception as error:
-        return error
-    return None
 
 
 def build_index(step: int, metadata: Mapping[str, Any], written: Sequence[WrittenFile]) -> CheckpointIndex:
     """Build the index of the files that all ranks wrote."""
     specs: dict[str, tuple[str, tuple[int, ...]]] = {}
     slices: dict[str, list[StoredSlice]] = {}
-    for one in written:
-        for region, checksum in zip(one.regions, one.checksums, strict=True):
+    for part in written:
+        for region, checksum in zip(part.regions, part.checksums, strict=True):
             spec = region.dtype, region.shape
             if specs.setdefault(region.name, spec) != spec:
                 raise CheckpointError(f"ranks disagree about a tensor ({region.name}: {specs[region.name]}, {spec})")
-            stored = StoredSlice(one.file, one.tensors_offset + region.offset, region.box, checksum)
+            stored = StoredSlice(part.file, part.tensors_offset + region.offset, region.box, checksum)
             slices.setdefault(region.name, []).append(stored)
-    tensors = {name: TensorRecord(*specs[name], tuple(stored)) for name, stored in slices.items()}
-    files = {one.file: FileRecord(one.nbytes, one.header) for one in written}
+    tensors = {name: checkpoint_index.TensorRecord(*specs[name], tuple(stored)) for name, stored in slices.items()}
+    files = {part.file: checkpoint_index.FileRecord(part.nbytes, part.header) for part in written}
     checksums = {name: add_checksums([stored.checksum for stored in tensor.slices]) for name, tensor in tensors.items()}
     return CheckpointIndex(step, metadata, files, tensors, state_hash(checksums))

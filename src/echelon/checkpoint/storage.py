@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,11 +34,8 @@ _FREE_SPACE_REMEDY = (
 )
 _PERMISSION_REMEDY = "; set checkpoint.path to a writable directory"
 REMEDIES = {
-    errno.ENOSPC: _FREE_SPACE_REMEDY,
-    errno.EDQUOT: _FREE_SPACE_REMEDY,
-    errno.EACCES: _PERMISSION_REMEDY,
-    errno.EPERM: _PERMISSION_REMEDY,
-    errno.EROFS: _PERMISSION_REMEDY,
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _FREE_SPACE_REMEDY),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _PERMISSION_REMEDY),
 }
 
 
@@ -105,7 +102,7 @@ class LocalStorage:
         self.folder, self.address = folder, str(folder)
 
     def begin(self, step: int) -> None:
-        try:
+        with _storage_errors(self.address, "written", OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             # The process was killed between the two renames of `commit`, or after them.
             for previous in self.folder.glob(f"{PREVIOUS_PREFIX}*"):
@@ -114,8 +111,6 @@ class LocalStorage:
             for unfinished in self.folder.glob(f"{WRITING_PREFIX}*"):
                 shutil.rmtree(unfinished)
             self._writing_dir(step).mkdir()
-        except OSError as error:
-            raise storage_error(error, self.address, "written") from error
 
     def write(self, step: int, name: str, file: Buffer, wait_for_bytes: WaitForBytes = no_wait) -> None:
         path = self._writing_dir(step) / name
@@ -131,74 +126,58 @@ class LocalStorage:
             raise storage_error(error, str(path), "written") from error
 
     def commit(self, step: int) -> None:
-        try:
-            _fsync_dir(self._writing_dir(step))
-            if self._final_dir(step).exists():  # the same step again, after a rollback
-                self._final_dir(step).rename(self._previous_dir(step))
-            self._writing_dir(step).rename(self._final_dir(step))
+        writing, final, previous = self._writing_dir(step), self._final_dir(step), self._previous_dir(step)
+        with _storage_errors(final, "written", OSError):
+            _fsync_dir(writing)
+            if final.exists():  # the same step again, after a rollback
+                final.rename(previous)
+            writing.rename(final)
             _fsync_dir(self.folder)
-            shutil.rmtree(self._previous_dir(step), ignore_errors=True)
-        except OSError as error:
-            raise storage_error(error, str(self._final_dir(step)), "written") from error
+            shutil.rmtree(previous, ignore_errors=True)
 
     def abandon(self, step: int) -> None:
         shutil.rmtree(self._writing_dir(step), ignore_errors=True)
 
     def steps(self) -> list[int]:
         try:
-            names = {
-                path.name.removeprefix(PREVIOUS_PREFIX)
-                for path in self.folder.iterdir()
-                if (path / INDEX_FILE).is_file()
-            }
+            folders = [path for path in self.folder.iterdir() if (path / INDEX_FILE).is_file()]
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
             raise storage_error(error, self.address, "listed") from error
+        names = {folder.name.removeprefix(PREVIOUS_PREFIX) for folder in folders}
         return sorted(int(match[1]) for name in names if (match := STEP_DIR_PATTERN.fullmatch(name)))
 
     def remove(self, step: int) -> None:
         # Renamed first, so that no reader sees half of it.
-        gone = self.folder / f"{WRITING_PREFIX}removed-{step_dir_name(step)}"
-        try:
-            self._existing_dir(step).rename(gone)
-        except OSError as error:
-            raise storage_error(error, str(self._existing_dir(step)), "removed") from error
-        shutil.rmtree(gone, ignore_errors=True)
+        folder, removed = self._existing_dir(step), self.folder / f"{WRITING_PREFIX}removed-{step_dir_name(step)}"
+        with _storage_errors(folder, "removed", OSError):
+            folder.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
 
     def size(self, step: int, name: str) -> int | None:
-        try:
-            return (self._existing_dir(step) / name).stat().st_size
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise storage_error(error, str(self._existing_dir(step) / name), "read") from error
+        path = self._existing_dir(step) / name
+        with _storage_errors(path, "read", OSError), suppress(FileNotFoundError):
+            return path.stat().st_size
+        return None
 
     def read(self, step: int, name: str, ranges: Sequence[tuple[int, int]]) -> bytearray:
         path, data, at = self._existing_dir(step) / name, bytearray(sum(count for _, count in ranges)), 0
         view = memoryview(data)
-        try:
-            file = os.open(path, os.O_RDONLY)
-            try:
-                for start, count in ranges:
-                    while count:
-                        num_read = os.preadv(file, [view[at : at + min(count, WRITE_CHUNK_BYTES)]], start)
-                        if not num_read:
-                            raise CheckpointError(f"the checkpoint is corrupt ({path} is truncated)")
-                        at, start, count = at + num_read, start + num_read, count - num_read
-            finally:
-                os.close(file)
-        except OSError as error:
-            raise storage_error(error, str(path), "read") from error
+        with _storage_errors(path, "read", OSError), path.open("rb", buffering=0) as file:
+            for start, count in ranges:
+                while count:
+                    num_read = os.preadv(file.fileno(), [view[at : at + min(count, WRITE_CHUNK_BYTES)]], start)
+                    if not num_read:
+                        raise CheckpointError(f"the checkpoint is corrupt ({path} is truncated)")
+                    at, start, count = at + num_read, start + num_read, count - num_read
         return data
 
     def set_aside(self, step: int) -> None:
-        aside = self.folder / f"left-{step_dir_name(step)}"
-        try:
+        folder, aside = self._existing_dir(step), self.folder / f"left-{step_dir_name(step)}"
+        with _storage_errors(folder, "set aside", OSError):
             shutil.rmtree(aside, ignore_errors=True)
-            self._existing_dir(step).rename(aside)
-        except OSError as error:
-            raise storage_error(error, str(self._existing_dir(step)), "set aside") from error
+            folder.rename(aside)
 
     def _existing_dir(self, step: int) -> Path:
         """The directory of an existing checkpoint."""
@@ -237,7 +216,7 @@ class RemoteStorage:
             raise CheckpointError(f"fsspec cannot open this address ({address}: {error})") from error
 
     def begin(self, step: int) -> None:
-        with _as_storage_error(self.address, "written"):
+        with _storage_errors(self.address, "written"):
             for path in self._folders():
                 names = (INDEX_FILE, f"{INDEX_FILE}.left")
                 if _step_of(path) is not None and not any(self._filesystem.exists(f"{path}/{name}") for name in names):
@@ -248,25 +227,25 @@ class RemoteStorage:
         # The index makes it a checkpoint, so `commit` gives it its name.
         path = f"{self._writing_dir(step)}/{name}" + (".writing" if name == INDEX_FILE else "")
         wait_for_bytes(len(file))
-        with _as_storage_error(path, "written"), self._filesystem.open(path, "wb") as stream:
+        with _storage_errors(path, "written"), self._filesystem.open(path, "wb") as stream:
             stream.write(file)
 
     def commit(self, step: int) -> None:
         place = self._writing_dir(step)
         before = next((path for path in self._final_dirs(step) if path != place and self._has_index(path)), None)
-        with _as_storage_error(place, "written"):
+        with _storage_errors(place, "written"):
             self._filesystem.mv(f"{place}/{INDEX_FILE}.writing", f"{place}/{INDEX_FILE}")
         if before is not None:
             self._remove(before)
 
     def abandon(self, step: int) -> None:
         place = self._writing_dir(step)
-        with _as_storage_error(place, "removed"):
+        with _storage_errors(place, "removed"):
             if self._filesystem.exists(place):
                 self._filesystem.rm(place, recursive=True)
 
     def steps(self) -> list[int]:
-        with _as_storage_error(self.address, "listed"):
+        with _storage_errors(self.address, "listed"):
             steps = {_step_of(path) for path in self._folders() if self._has_index(path)}
         return sorted(step for step in steps if step is not None)
 
@@ -274,29 +253,25 @@ class RemoteStorage:
         self._remove(self._existing_dir(step))
 
     def _remove(self, place: str) -> None:
-        with _as_storage_error(place, "removed"):
+        with _storage_errors(place, "removed"):
             self._filesystem.rm(f"{place}/{INDEX_FILE}")
             self._filesystem.rm(place, recursive=True)
 
     def size(self, step: int, name: str) -> int | None:
         path = f"{self._existing_dir(step)}/{name}"
-        with _as_storage_error(path, "read"):
+        with _storage_errors(path, "read"):
             return int(self._filesystem.size(path)) if self._filesystem.exists(path) else None
 
     def set_aside(self, step: int) -> None:
         place = self._existing_dir(step)
-        with _as_storage_error(place, "set aside"):
+        with _storage_errors(place, "set aside"):
             self._filesystem.mv(f"{place}/{INDEX_FILE}", f"{place}/{INDEX_FILE}.left")
 
     def read(self, step: int, name: str, ranges: Sequence[tuple[int, int]]) -> bytearray:
         path = f"{self._existing_dir(step)}/{name}"
-        with _as_storage_error(path, "read"):
-            pieces: list[Any] = self._filesystem.cat_ranges(
-                [path] * len(ranges),
-                [start for start, _ in ranges],
-                [start + count for start, count in ranges],
-                on_error="raise",
-            )
+        with _storage_errors(path, "read"):
+            starts, ends = [start for start, _ in ranges], [start + count for start, count in ranges]
+            pieces: list[Any] = self._filesystem.cat_ranges([path] * len(ranges), starts, ends, on_error="raise")
         data = bytearray().join(pieces)
         if len(data) != sum(count for _, count in ranges):
             raise CheckpointError(f"the checkpoint is corrupt ({path} is truncated)")
@@ -333,11 +308,12 @@ def _step_of(path: str) -> int | None:
 
 
 @contextmanager
-def _as_storage_error(path: str, action: str) -> Iterator[None]:
+def _storage_errors(path: Path | str, action: str, errors: type[Exception] = Exception) -> Iterator[None]:
+    """Raise a storage's errors as CheckpointErrors; by default all errors, since every protocol has its own."""
     try:
         yield
-    except Exception as error:  # every protocol has its own errors
-        raise storage_error(error, path, action) from error
+    except errors as error:
+        raise storage_error(error, str(path), action) from error
 
 
 def read_index_files(storage: Storage, step: int) -> tuple[bytearray, bytearray]:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from echelon.layout.placement import Piece
 
+Shape = tuple[int, ...]
 Box = tuple[tuple[int, int], ...]
 """a half-open range for each dimension"""
 
@@ -59,10 +60,10 @@ class LocalSlice:
         strides = row_major_strides(self.local_shape)
         placed = []
         for low, sizes in _cover_with_boxes(self.local_shape, self.start, self.stop):
-            ranges = []
-            for first, size, (begin, end) in zip(low, sizes, self.box, strict=True):
-                ranges.append((min(begin + first, end), min(begin + first + size, end)))
-            box = tuple(ranges)
+            box = tuple(
+                (min(begin + first, end), min(begin + first + size, end))
+                for first, size, (begin, end) in zip(low, sizes, self.box, strict=True)
+            )
             if numel(box):
                 offset = sum(first * stride for first, stride in zip(low, strides, strict=True)) - self.start
                 placed.append(PlacedBox(box, offset, strides))
@@ -85,9 +86,7 @@ class PlacedBox:
         return PlacedBox(box, self.offset + sum((a[0] - b[0]) * stride for a, b, stride in steps), self.strides)
 
 
-def _cover_with_boxes(
-    shape: tuple[int, ...], start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _cover_with_boxes(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
     """(first indices, sizes) of the boxes that cover a run of a row-major tensor, in memory order."""
     if start >= stop:
         return

@@ -106,16 +106,7 @@ class TrainingState:
         yield from self._buffers()
         is_writer = self._parallel.axes.rank == 0
         for name, scalar in self._scalars.items():
-            yield StateItem(
-                f"train.{name}",
-                scalar.dtype,
-                (),
-                LocalSlice.full(()),
-                is_writer,
-                _flattened(scalar.read),
-                scalar.write,
-                stable_until_update=False,
-            )
+            yield _full_item(f"train.{name}", scalar.dtype, (), is_writer, scalar.read, scalar.write)
 
     def _buffers(self) -> Iterator[StateItem]:
         model, coordinates = self._parallel.model, self._parallel.axes.coordinates
@@ -123,35 +114,37 @@ class TrainingState:
         is_writer = all(coordinates[axis] == 0 for axis in ("dp", "tp", "cp"))
         for name, buffer in model.named_buffers():
             if name in persistent:
-                part = LocalSlice.full(buffer.shape)
-                flat, shape = partial(torch.reshape, buffer, (-1,)), tuple(buffer.shape)
-                write = partial(_copy_into, buffer)
-                yield StateItem(
-                    f"buffer.{name}", buffer.dtype, shape, part, is_writer, flat, write, stable_until_update=False
-                )
+                shape, write = tuple(buffer.shape), partial(_copy_into, buffer)
+                yield _full_item(f"buffer.{name}", buffer.dtype, shape, is_writer, buffer.detach, write)
 
 
-def _parameter_item(unit: ParamGroup, piece: Piece) -> StateItem:
+def _full_item(
+    name: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    is_writer: bool,
+    read: Callable[[], Tensor],
+    write: Callable[[Tensor], None],
+) -> StateItem:
+    """A tensor that every rank of a stage holds in full, and that may change at any time."""
+    local_slice = LocalSlice.full(shape)
+    return StateItem(name, dtype, shape, local_slice, is_writer, _flattened(read), write, stable_until_update=False)
+
+
+def _parameter_item(param_group: ParamGroup, piece: Piece) -> StateItem:
     where = slice(piece.shard_offset, piece.shard_offset + piece.stop - piece.start)
 
     def read() -> Tensor:
-        return unit.master.values(where)
+        return param_group.master.values(where)
 
     @torch.no_grad()
     def write(values: Tensor) -> None:
         if len(values):
-            unit.master.set_values(piece.shard_offset, values)
+            param_group.master.set_values(piece.shard_offset, values)
 
-    name, entry = f"model.{piece.param.name}", piece.param
-    return StateItem(
-        name,
-        unit.master.dtype,
-        entry.shape,
-        LocalSlice.from_piece(piece),
-        piece.is_owner and piece.is_first_replica,
-        read,
-        write,
-    )
+    name, dtype, shape = f"model.{piece.param.name}", param_group.master.dtype, piece.param.shape
+    is_writer = piece.is_owner and piece.is_first_replica
+    return StateItem(name, dtype, shape, LocalSlice.from_piece(piece), is_writer, read, write)
 
 
 def _optimizer_item(prefix: str, state: OptimizerState) -> StateItem:
@@ -159,22 +152,19 @@ def _optimizer_item(prefix: str, state: OptimizerState) -> StateItem:
     is_writer = piece.is_owner and piece.is_first_replica
     shape, entry = piece.param.shape, piece.param
     if state.form == "elements":
-        is_stable = not state.param_group.states_on_disk
-        return StateItem(
-            name, state.dtype, shape, LocalSlice.from_piece(piece), is_writer, state.read, state.write, is_stable
-        )
+        part, is_stable = LocalSlice.from_piece(piece), not state.param_group.states_on_disk
+        return StateItem(name, state.dtype, shape, part, is_writer, state.read, state.write, is_stable)
     # Of the ranks that hold parts of a matrix, the one with its first element writes the states of the full matrix.
     inside = piece.box if state.form == "number" or entry.is_conv else piece.box[-2:]
     is_writer = is_writer and piece.start == 0 < piece.stop and all(low == 0 for low, _ in inside)
+    read = _flattened(state.read)
     if state.form == "number":
-        return StateItem(name, state.dtype, (), LocalSlice.full(()), is_writer, _flattened(state.read), state.write)
+        return StateItem(name, state.dtype, (), LocalSlice.full(()), is_writer, read, state.write)
     stack = matrix_stack(shape, filters=entry.is_conv)
     side = stack.rows if state.form == "rows" else stack.columns
     matrices = (0, 1) if entry.is_conv or len(shape) < 3 else _matrix_range(piece)
     part = LocalSlice.from_box((matrices, (0, side)))
-    return StateItem(
-        name, state.dtype, (stack.num_matrices, side), part, is_writer, _flattened(state.read), state.write
-    )
+    return StateItem(name, state.dtype, (stack.num_matrices, side), part, is_writer, read, state.write)
 
 
 def _matrix_range(piece: Piece) -> tuple[int, int]:

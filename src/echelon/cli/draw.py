@@ -51,16 +51,13 @@ def command(
     ] = None,
     forward: Annotated[float | None, typer.Option(help="Seconds of a forward. Default: 1.", show_default=False)] = None,
     input_grad: Annotated[
-        float | None,
-        typer.Option(help="Seconds of a stage's input gradient. Default: 1.", show_default=False),
+        float | None, typer.Option(help="Seconds of a stage's input gradient. Default: 1.", show_default=False)
     ] = None,
     weight_grad: Annotated[
-        float | None,
-        typer.Option(help="Seconds of a stage's weight gradients. Default: 1.", show_default=False),
+        float | None, typer.Option(help="Seconds of a stage's weight gradients. Default: 1.", show_default=False)
     ] = None,
     link: Annotated[
-        float | None,
-        typer.Option(help="Seconds of a p2p transfer between ranks. Default: 0.", show_default=False),
+        float | None, typer.Option(help="Seconds of a p2p transfer between ranks. Default: 0.", show_default=False)
     ] = None,
     svg: Annotated[Path | None, typer.Option(help="Write the picture to this SVG file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with zoom and hover to this file.")] = None,
@@ -233,10 +230,7 @@ def _list_schedules(as_json: bool) -> None:
     from rich.text import Text
 
     console = Console(highlight=False)
-    rows = [
-        *((family.name, family.title) for family in FAMILIES.values()),
-        (f"{FILE_PREFIX}PATH", "a custom schedule"),
-    ]
+    rows = [*((family.name, family.title) for family in FAMILIES.values()), (f"{FILE_PREFIX}PATH", "a custom schedule")]
     width = max(len(name) for name, _ in rows)
     for name, title in rows:
         console.print(Text.assemble((f"{name:<{width}}", "cyan"), f"  {title}"), soft_wrap=True)

@@ -48,11 +48,7 @@ def command(
         float, typer.Option(help="Estimate days and dollars for this number of tokens: 1e12.", show_default=False)
     ] = 0.0,
     imbalance: Annotated[
-        float,
-        typer.Option(
-            help="Max/mean expert load across ep ranks. Default: 1.3.",
-            show_default=False,
-        ),
+        float, typer.Option(help="Max/mean expert load across ep ranks. Default: 1.3.", show_default=False)
     ] = 0.0,
     settings: Annotated[
         list[str] | None,

@@ -38,8 +38,7 @@ def command(
     ] = "",
     every: Annotated[bool, typer.Option("--all", help="Every layout with every option, about an hour.")] = False,
     leave_out: Annotated[
-        str,
-        typer.Option(metavar="AXIS:COLLECTIVE", help="Leave out a collective, to see verify fail: tp:all_gather."),
+        str, typer.Option(metavar="AXIS:COLLECTIVE", help="Leave out a collective, to see verify fail: tp:all_gather.")
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
 ) -> None:

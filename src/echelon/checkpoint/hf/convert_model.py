@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,15 +11,8 @@ from pathlib import Path
 import torch
 
 from echelon import models
-from echelon.checkpoint.hf import native_format, safetensors_reader, safetensors_writer
-from echelon.checkpoint.hf.convert_tensors import (
-    InMemoryTensor,
-    ReportBytes,
-    TensorSource,
-    hf_to_native,
-    native_to_hf,
-    stored_dtype,
-)
+from echelon.checkpoint.hf import convert_tensors, native_format, safetensors_reader, safetensors_writer
+from echelon.checkpoint.hf.convert_tensors import ReportBytes, TensorSource
 from echelon.checkpoint.hf.logit_check import LogitCheck, check_logits, require_memory
 from echelon.checkpoint.hf.safetensors_writer import MAX_SHARD_BYTES, SafetensorSpec, atomic_directory
 from echelon.layout.validation_error import ValidationError, ValidationIssue, did_you_mean
@@ -28,12 +21,7 @@ from echelon.models.hf.hf_config_writer import hf_config
 from echelon.models.model_config import SIZES
 from echelon.models.model_dir import MODEL_FILE, SavedModel, is_model_dir, read_model_dir
 
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KEEP_DTYPE = "keep"
 
 NativeModel = tuple[SavedModel, Mapping[str, TensorSource]]
@@ -86,16 +74,15 @@ def import_model(
     model = hf_config_reader.read_hf_config(source)
     if with_check:
         require_memory(model.config)
-    conversion = hf_to_native(safetensors_reader.open_safetensors(source), model.config, target_dtype)
+    conversion = convert_tensors.hf_to_native(safetensors_reader.open_safetensors(source), model.config, target_dtype)
     specs = conversion.specs
     with atomic_directory(target) as folder:
         with progress(sum(spec.num_bytes for spec in specs)) as report:
             names = native_format.write_native_model(folder, model, specs, conversion.convert(report), max_shard_bytes)
-        checked = (
-            check_logits(model.config, safetensors_reader.open_safetensors(folder), source, cast_to=target_dtype)
-            if with_check
-            else None
-        )
+        checked = None
+        if with_check:
+            written = safetensors_reader.open_safetensors(folder)
+            checked = check_logits(model.config, written, source, cast_to=target_dtype)
     return _make_result(target, model, names, specs, checked)
 
 
@@ -112,7 +99,7 @@ def export_model(
     target_dtype = _parse_dtype(dtype)
     model, tensors = _load_native(source, seed) if isinstance(source, str) else source
     require_memory(model.config)
-    conversion = native_to_hf(tensors, model.config, target_dtype)
+    conversion = convert_tensors.native_to_hf(tensors, model.config, target_dtype)
     specs = conversion.specs
     config = hf_config(model, _main_dtype(specs))
     with atomic_directory(target) as folder:
@@ -138,6 +125,7 @@ def _cast_sources(tensors: Mapping[str, TensorSource], dtype: torch.dtype | None
     """Native tensors cast to the dtypes that were written."""
     if dtype is None:
         return tensors
+    stored_dtype = convert_tensors.stored_dtype
     return {name: _CastSource(x, tuple(x.shape), stored_dtype(name, x.dtype, dtype)) for name, x in tensors.items()}
 
 
@@ -146,24 +134,23 @@ def _load_native(source: str, seed: int) -> NativeModel:
         return read_model_dir(Path(source)), safetensors_reader.open_safetensors(Path(source))
     if source in SIZES:
         require_memory(SIZES[source])
-        model = models.build(SIZES[source], seed=seed)
-        return SavedModel(config=SIZES[source]), {
-            name: InMemoryTensor(tensor) for name, tensor in model.state_dict().items()
-        }
+        state = models.build(SIZES[source], seed=seed).state_dict()
+        tensors = {name: convert_tensors.InMemoryTensor(tensor) for name, tensor in state.items()}
+        return SavedModel(config=SIZES[source]), tensors
     rule = f"is neither a run, a checkpoint, a directory with {MODEL_FILE} nor a model size"
     legal = f"the directory of a run, one that `echelon import` wrote, or {', '.join(SIZES)}"
-    raise ValidationError(
-        [ValidationIssue(key="source", value=source, message=rule, legal=legal, hint=did_you_mean(source, SIZES))]
-    )
+    raise _invalid("source", source, rule, legal, SIZES)
 
 
 def _parse_dtype(name: str) -> torch.dtype | None:
     if name != KEEP_DTYPE and name not in DTYPES:
-        rule, legal = "is not a supported dtype", ", ".join((KEEP_DTYPE, *DTYPES))
-        raise ValidationError(
-            [ValidationIssue(key="dtype", value=name, message=rule, legal=legal, hint=did_you_mean(name, DTYPES))]
-        )
+        raise _invalid("dtype", name, "is not a supported dtype", ", ".join((KEEP_DTYPE, *DTYPES)), DTYPES)
     return DTYPES.get(name)
+
+
+def _invalid(key: str, value: str, message: str, legal: str, names: Iterable[str]) -> ValidationError:
+    hint = did_you_mean(value, names)
+    return ValidationError([ValidationIssue(key=key, value=value, message=message, legal=legal, hint=hint)])
 
 
 def _main_dtype(specs: list[SafetensorSpec]) -> str:

@@ -129,15 +129,9 @@ def _build_conversion(
         for name, shape in expected.items()
         if name in tensors and tuple(tensors[name].shape) != shape
     ]
-    problems = [
-        f"{what}: {format_names(names)}"
-        for what, names in (
-            ("missing", sorted(expected.keys() - tensors.keys())),
-            ("unknown", sorted(tensors.keys() - expected.keys() - ignored)),
-            ("wrong shape", wrong),
-        )
-        if names
-    ]
+    missing, unknown = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys() - ignored)
+    faults = {"missing": missing, "unknown": unknown, "wrong shape": wrong}
+    problems = [f"{fault}: {format_names(names)}" for fault, names in faults.items() if names]
     if problems:
         raise ValueError(
             f"the weights do not match the config ({config.name}: {'; '.join(problems)}); "
@@ -146,10 +140,10 @@ def _build_conversion(
     steps = []
     for sources, _, targets, shapes, transform in mappings:
         current = reduce(torch.promote_types, (tensors[name].dtype for name in sources))
-        specs = [
+        specs = (
             SafetensorSpec(name, shape, stored_dtype(name, current, dtype))
             for name, shape in zip(targets, shapes, strict=True)
-        ]
+        )
         steps.append(ConversionStep(sources, transform, tuple(specs)))
     return Conversion(tensors, steps)
 

@@ -32,6 +32,7 @@ TOLERANCE = 1e-4
 """largest difference of two logits, to the largest logit"""
 NUM_SEQUENCES, SEQ_LEN = 2, 24
 """of the random tokens"""
+LOADING_FAULTS = ("missing_keys", "unexpected_keys", "mismatched_keys")
 
 
 @dataclass(frozen=True)
@@ -96,23 +97,17 @@ def native_logits(
 
 def _reimport_logits(hf_dir: Path, tokens: Tensor, cast_to: torch.dtype | None) -> Tensor:
     config = hf_config_reader.read_hf_config(hf_dir).config
-    found = hf_to_native(safetensors_reader.open_safetensors(hf_dir), config, cast_to)
-    return native_logits(config, {name: InMemoryTensor(tensor) for name, tensor in found.convert()}, tokens)
+    conversion = hf_to_native(safetensors_reader.open_safetensors(hf_dir), config, cast_to)
+    return native_logits(config, {name: InMemoryTensor(tensor) for name, tensor in conversion.convert()}, tokens)
 
 
 def _transformers_logits(hf_dir: Path, tokens: Tensor, cast_to: torch.dtype | None) -> Tensor:
     with _silence_transformers():
         transformers: Any = importlib.import_module("transformers")
         model, loading_info = transformers.AutoModelForCausalLM.from_pretrained(
-            str(hf_dir),
-            dtype=torch.float32,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
+            str(hf_dir), dtype=torch.float32, local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
-        wrong = {
-            key: sorted(map(str, loading_info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
-        }
+        wrong = {key: sorted(map(str, loading_info[key])) for key in LOADING_FAULTS}
         if any(wrong.values()):
             mismatches = "; ".join(f"{key}: {format_names(names)}" for key, names in wrong.items() if names)
             raise ValueError(
@@ -121,8 +116,8 @@ def _transformers_logits(hf_dir: Path, tokens: Tensor, cast_to: torch.dtype | No
         with torch.no_grad():
             for name, tensor in model.state_dict().items() if cast_to is not None else ():
                 tensor.copy_(tensor.to(stored_dtype(name, tensor.dtype, cast_to)))
-            found: Tensor = model.eval()(tokens, use_cache=False).logits
-    return found
+            logits: Tensor = model.eval()(tokens, use_cache=False).logits
+    return logits
 
 
 @contextmanager

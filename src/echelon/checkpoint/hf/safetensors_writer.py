@@ -42,15 +42,15 @@ class SafetensorSpec:
 
 def split_into_shards(specs: Iterable[SafetensorSpec], max_shard_bytes: int) -> list[list[SafetensorSpec]]:
     """Fill shards in order; a tensor larger than a shard gets its own."""
-    found: list[list[SafetensorSpec]] = [[]]
+    shards: list[list[SafetensorSpec]] = [[]]
     size = 0
     for spec in specs:
-        if found[-1] and size + spec.num_bytes > max_shard_bytes:
-            found.append([])
+        if shards[-1] and size + spec.num_bytes > max_shard_bytes:
+            shards.append([])
             size = 0
-        found[-1].append(spec)
+        shards[-1].append(spec)
         size += spec.num_bytes
-    return found
+    return shards
 
 
 def write_safetensors(
@@ -61,7 +61,9 @@ def write_safetensors(
 ) -> list[str]:
     """Write values, which come in the order of the specs, and return the names of the files."""
     groups = split_into_shards(specs, max_shard_bytes)
-    names = [SINGLE_FILE] if len(groups) == 1 else [_shard_name(number, len(groups)) for number in range(len(groups))]
+    names = [SINGLE_FILE]
+    if len(groups) > 1:
+        names = [f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors" for number in range(len(groups))]
     stream = iter(values)
     for group, name in zip(groups, names, strict=True):
         _write_file(folder / name, group, stream)
@@ -73,10 +75,6 @@ def write_safetensors(
         index = {"metadata": {"total_parameters": parameters, "total_size": total}, "weight_map": places}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return names
-
-
-def _shard_name(number: int, count: int) -> str:
-    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def _write_file(path: Path, specs: Sequence[SafetensorSpec], values: Iterator[tuple[str, Tensor]]) -> None:
