@@ -32,157 +32,104 @@ KeyedIssue = tuple[tuple[str, ...], ValidationIssue]
 
 def cross_key_issues(config: Config, *, world: int | None, invalid_keys: Set[str]) -> list[ValidationIssue]:
     """Check all rules except those that read `invalid_keys`."""
-    rules = [*_data_rules(config), *_model_rules(config), *_precision_rules(config), *_optimizer_rules(config)]
-    rules += [*_run_rules(config), *_compress_rules(config), *_elastic_rules(config)]
-    rules += guard_rules(config, Layout.resolve(grammar.parse_pairs(config.layout).values))
-    issues = [issue for involved, issue in rules if invalid_keys.isdisjoint(involved)]
+    layout = resolve_layout(config)
+    issues = [issue for rule in RULES for keys, issue in rule(config, layout) if invalid_keys.isdisjoint(keys)]
     return issues + _layout_issues(config, world, invalid_keys)
 
 
-def _data_rules(config: Config) -> Iterator[KeyedIssue]:
+def resolve_layout(config: Config) -> Layout:
+    return Layout.resolve(grammar.parse_pairs(config.layout).values)
+
+
+def _keyed(key: str, value: object, message: str, *, reads: tuple[str, ...] = (), legal: str = "") -> KeyedIssue:
+    """Return an issue of `key` by a rule that also reads the keys in `reads`."""
+    return (key, *reads), ValidationIssue(key, str(value), message, legal=legal)
+
+
+def _data_rules(config: Config, layout: Layout) -> Iterator[KeyedIssue]:
     data = config.data
     if data.weights and len(data.weights) != len(data.path):
-        yield (
-            ("data.weights", "data.path"),
-            ValidationIssue(
-                key="data.weights",
-                value=schema.format_toml(data.weights),
-                message=f"does not match the paths ({len(data.weights)} weights, {len(data.path)} paths)",
-                legal="one weight per path, or none",
-            ),
-        )
+        message = f"does not match the paths ({len(data.weights)} weights, {len(data.path)} paths)"
+        value, legal = schema.format_toml(data.weights), "one weight per path, or none"
+        yield _keyed("data.weights", value, message, reads=("data.path",), legal=legal)
     if config.eval.every and not data.eval_fraction:
-        yield (
-            ("eval.every", "data.eval_fraction"),
-            ValidationIssue(
-                key="eval.every",
-                value=str(config.eval.every),
-                message="has nothing to evaluate on (data.eval_fraction=0)",
-                legal="0, or data.eval_fraction > 0",
-            ),
-        )
+        message, legal = "has nothing to evaluate on (data.eval_fraction=0)", "0, or data.eval_fraction > 0"
+        yield _keyed("eval.every", config.eval.every, message, reads=("data.eval_fraction",), legal=legal)
     for path in data.path:
         file = Path(path)
         if not file.exists():
-            yield (
-                ("data.path",),
-                ValidationIssue(key="data.path", value=path, message="does not exist", legal="files and folders"),
-            )
+            yield _keyed("data.path", path, "does not exist", legal="files and folders")
         elif file.is_file() and not file.stat().st_size:
-            yield (
-                ("data.path",),
-                ValidationIssue(key="data.path", value=path, message="is empty", legal="files with text or tokens"),
-            )
+            yield _keyed("data.path", path, "is empty", legal="files with text or tokens")
     if data.tokenizer != "bytes" and not Path(data.tokenizer).is_file():
-        suggestion = did_you_mean(data.tokenizer, ["bytes"])
-        legal = "bytes, or a tokenizers JSON file"
-        issue = ValidationIssue(
-            key="data.tokenizer", value=data.tokenizer, message="does not exist", legal=legal, hint=suggestion
-        )
+        suggestion, legal = did_you_mean(data.tokenizer, ["bytes"]), "bytes, or a tokenizers JSON file"
+        issue = ValidationIssue("data.tokenizer", data.tokenizer, "does not exist", legal=legal, hint=suggestion)
         yield ("data.tokenizer",), issue
 
 
-def _precision_rules(config: Config) -> Iterator[KeyedIssue]:
-    compute, key = config.precision.compute, "precision.compute"
-    layout = Layout.resolve(grammar.parse_pairs(config.layout).values)
-    schedule = layout.schedule
-    if config.precision.master == "none" and config.dtype != "bfloat16":
-        message, legal = f"requires bfloat16 weights with stochastic rounding (dtype={config.dtype})", "float32"
-        issue = ValidationIssue(
-            key="precision.master", value="none", message=message, legal=f"{legal}, or dtype=bfloat16"
-        )
-        yield ("precision.master", "dtype"), issue
+def _precision_rules(config: Config, layout: Layout) -> Iterator[KeyedIssue]:
+    precision, schedule = config.precision, layout.schedule
+    if precision.master == "none" and config.dtype != "bfloat16":
+        message = f"requires bfloat16 weights with stochastic rounding (dtype={config.dtype})"
+        yield _keyed("precision.master", "none", message, reads=("dtype",), legal="float32, or dtype=bfloat16")
     if config.loss_scaling == "dynamic" and layout.pp > 1 and schedule in ASYNC_SCHEDULES:
-        yield (
-            ("precision.loss_scale", "dtype", "layout"),
-            ValidationIssue(
-                key="precision.loss_scale",
-                value=str(config.precision.loss_scale),
-                message=f"is incompatible with stages that update independently (schedule={schedule})",
-                legal="a number, none, or layout=...,schedule=1f1b",
-            ),
-        )
-    if compute == "same":
+        message = f"is incompatible with stages that update independently (schedule={schedule})"
+        legal = "a number, none, or layout=...,schedule=1f1b"
+        yield _keyed("precision.loss_scale", precision.loss_scale, message, reads=("dtype", "layout"), legal=legal)
+    if precision.compute == "same":
         return
-    reasons = {
-        "dtype": "requires dtype=bfloat16" if config.dtype != "bfloat16" else "",
-        "device": "requires a GPU" if config.device == "cpu" else "",
-        "kernels": "requires fused kernels" if config.kernels == "plain" else "",
-        "layout": f"is incompatible with a split backward (schedule={schedule})"
-        if schedule in SPLIT_BACKWARD_SCHEDULES
-        else "",
-    }
-    for other, message in reasons.items():
-        if message:
-            remedy = {"dtype": "bfloat16", "device": "cuda", "kernels": "auto", "layout": "...,schedule=1f1b"}[other]
-            yield (
-                (key, other),
-                ValidationIssue(key=key, value=compute, message=message, legal=f"same, or {other}={remedy}"),
-            )
+    splits = f"is incompatible with a split backward (schedule={schedule})"
+    conflicts = (
+        (config.dtype != "bfloat16", "dtype", "requires dtype=bfloat16", "bfloat16"),
+        (config.device == "cpu", "device", "requires a GPU", "cuda"),
+        (config.kernels == "plain", "kernels", "requires fused kernels", "auto"),
+        (schedule in SPLIT_BACKWARD_SCHEDULES, "layout", splits, "...,schedule=1f1b"),
+    )
+    for is_broken, other, message, remedy in conflicts:
+        if is_broken:
+            legal = f"same, or {other}={remedy}"
+            yield _keyed("precision.compute", precision.compute, message, reads=(other,), legal=legal)
 
 
-def _optimizer_rules(config: Config) -> Iterator[KeyedIssue]:
-    rule = config.optimizer
-    layout = Layout.resolve(grammar.parse_pairs(config.layout).values)
+def _optimizer_rules(config: Config, layout: Layout) -> Iterator[KeyedIssue]:
+    rule, key = config.optimizer, "optimizer.in_backward"
     for text in rule.groups:
         try:
             optimizer_groups.parse(text)
         except ValueError as error:
-            issue = ValidationIssue(
-                key="optimizer.groups", value=text, message=str(error), legal=optimizer_groups.GROUP_SYNTAX
-            )
-            yield ("optimizer.groups",), issue
-    key = "optimizer.in_backward"
+            yield _keyed("optimizer.groups", text, str(error), legal=optimizer_groups.GROUP_SYNTAX)
     if rule.in_backward and config.clip:
         reason = "clipping requires the norm of all gradients, and updates in backward free them before it is known"
-        yield (
-            (key, "clip"),
-            ValidationIssue(key=key, value="true", message=f"cannot clip: {reason}", legal="false, or clip=0"),
-        )
+        yield _keyed(key, "true", f"cannot clip: {reason}", reads=("clip",), legal="false, or clip=0")
     if rule.in_backward and config.loss_scaling == "dynamic":
-        reason = "cannot skip a step whose gradients overflow, since it updates before that is known"
+        message = "cannot skip a step whose gradients overflow, since it updates before that is known"
         legal = "false, or a fixed precision.loss_scale"
-        yield (
-            (key, "precision.loss_scale", "dtype"),
-            ValidationIssue(key=key, value="true", message=reason, legal=legal),
-        )
+        yield _keyed(key, "true", message, reads=("precision.loss_scale", "dtype"), legal=legal)
     if rule.in_backward and layout.pp > 1:
         reason = "gradients of several microbatches accumulate until the last one"
-        yield (
-            (key, "layout"),
-            ValidationIssue(key=key, value="true", message=f"gains nothing under pp: {reason}", legal="false"),
-        )
+        yield _keyed(key, "true", f"gains nothing under pp: {reason}", reads=("layout",), legal="false")
     if rule.ema and layout.pp > 1 and layout.schedule in ASYNC_SCHEDULES:
-        reason = f"cannot average weights while older versions are in flight (schedule={layout.schedule})"
+        message = f"cannot average weights while older versions are in flight (schedule={layout.schedule})"
         legal = f"0, or another schedule than {', '.join(ASYNC_SCHEDULES)}"
-        yield (
-            ("optimizer.ema", "layout"),
-            ValidationIssue(key="optimizer.ema", value=str(rule.ema), message=reason, legal=legal),
-        )
+        yield _keyed("optimizer.ema", rule.ema, message, reads=("layout",), legal=legal)
     for issue in offload_support.offload_faults(rule, layout.offload, master=config.precision.master):
         yield (issue.key, "layout"), issue
 
 
-def _compress_rules(config: Config) -> Iterator[KeyedIssue]:
-    layout = Layout.resolve(grammar.parse_pairs(config.layout).values)
+def _compress_rules(config: Config, layout: Layout) -> Iterator[KeyedIssue]:
     if message := compression_cost.incompatibility(config.compress, layout.recompute, layout.offload):
-        yield ("compress", "layout"), ValidationIssue(key="compress", value=config.compress, message=message)
+        yield _keyed("compress", config.compress, message, reads=("layout",))
 
 
-def _run_rules(config: Config) -> Iterator[KeyedIssue]:
+def _run_rules(config: Config, layout: Layout) -> Iterator[KeyedIssue]:
     if config.run and (message := _folder_problem(Path(config.run))):
-        yield (
-            ("run",),
-            ValidationIssue(
-                key="run", value=config.run, message=message, legal="a folder that can be created and written"
-            ),
-        )
-    path, key = config.checkpoint.path, "checkpoint.path"
-    if path and (
-        message := _address_problem(path) if _is_remote(path) else _folder_problem(Path(path.removeprefix("file://")))
-    ):
+        yield _keyed("run", config.run, message, legal="a folder that can be created and written")
+    path = config.checkpoint.path
+    is_remote = "://" in path and not path.startswith("file://")
+    message = _address_problem(path) if is_remote else _folder_problem(Path(path.removeprefix("file://")))
+    if path and message:
         legal = "a folder that can be created and written, or an address that fsspec supports"
-        yield (key,), ValidationIssue(key=key, value=path, message=message, legal=legal)
+        yield _keyed("checkpoint.path", path, message, legal=legal)
 
 
 def _folder_problem(wanted: Path) -> str:
@@ -191,10 +138,6 @@ def _folder_problem(wanted: Path) -> str:
     if not existing.is_dir():
         return f"cannot be created ({existing} is a file)"
     return "" if os.access(existing, os.W_OK | os.X_OK) else f"cannot be written ({existing} is read-only)"
-
-
-def _is_remote(path: str) -> bool:
-    return "://" in path and not path.startswith("file://")
 
 
 def _address_problem(path: str) -> str:
@@ -210,12 +153,10 @@ def _address_problem(path: str) -> str:
     return ""
 
 
-def _elastic_rules(config: Config) -> Iterator[KeyedIssue]:
-    layout = Layout.resolve(grammar.parse_pairs(config.layout).values)
+def _elastic_rules(config: Config, layout: Layout) -> Iterator[KeyedIssue]:
     if config.elastic.replan and layout.pp > 1 and layout.schedule in ASYNC_SCHEDULES:
         message = f"would change the updates: with schedule={layout.schedule} they depend on the number of stages"
-        issue = ValidationIssue(key="elastic.replan", value="true", message=message, legal="false, or another schedule")
-        yield ("elastic.replan", "layout"), issue
+        yield _keyed("elastic.replan", "true", message, reads=("layout",), legal="false, or another schedule")
 
 
 MOE_KEYS = ("gate", "expert_dropout")
@@ -224,13 +165,13 @@ MOE_KEYS = ("gate", "expert_dropout")
 def keys_without_effect(config: Config) -> dict[str, str]:
     """Return the keys without effect in this configuration, each with the reason."""
     table = schema.key_table(type(config))
-    idle: dict[str, str] = guard_keys_without_effect(config)
+    idle = {} if config.replay.every else dict.fromkeys(("replay.action", "replay.tolerance"), "replay.every=0")
     if user_model.is_user_model(config.model):
         names = [name for name in table if name.startswith(BUILTIN_MODEL_KEYS) and name != "data.skip_batches"]
         idle |= dict.fromkeys(names, "a custom model, whose file provides the batches")
     elif config.model in model_config.SIZES and model_config.find_model(config.model).moe is None:
         idle |= dict.fromkeys(MOE_KEYS, f"model={config.model}, which has no MoE layers")
-    layout = Layout.resolve(grammar.parse_pairs(config.layout).values)
+    layout = resolve_layout(config)
     if layout.zero != 3 and not offloads_params(layout.offload):
         idle |= dict.fromkeys(("shard.reshard_after_forward", "shard.prefetch"), f"zero={layout.zero}")
     idle |= {f"memory.{word}": why for word, why in ineffective_options(layout).items()}
@@ -266,22 +207,18 @@ def no_effect_issues(config: Config, given: Mapping[str, Any], invalid_keys: Set
     """Return an issue for each given key without effect."""
     if not invalid_keys.isdisjoint(("model", "layout")):
         return []
+    idle = {name: why for name, why in keys_without_effect(config).items() if name in given}
     return [
-        ValidationIssue(
-            key=name, value=schema.format_given(given[name]), message=f"has no effect with {why}", hint="leave it out"
-        )
-        for name, why in keys_without_effect(config).items()
-        if name in given
+        ValidationIssue(name, schema.format_given(given[name]), f"has no effect with {why}", hint="leave it out")
+        for name, why in idle.items()
     ]
 
 
-def _model_rules(config: Config) -> Iterator[KeyedIssue]:
+def _model_rules(config: Config, layout: Layout) -> Iterator[KeyedIssue]:
     if user_model.is_user_model(config.model):
-        issues = list(user_model.validate_spec(config.model))
         batch_spec = config.model.rpartition(":")[0] + ":batch"
-        issues = issues or list(
-            user_model.validate_spec(batch_spec, legal="a function batch(rows, step) in the file of the model")
-        )
+        legal = "a function batch(rows, step) in the file of the model"
+        issues = list(user_model.validate_spec(config.model)) or list(user_model.validate_spec(batch_spec, legal=legal))
         yield from ((("model",), issue) for issue in issues)
         return
     try:
@@ -291,12 +228,7 @@ def _model_rules(config: Config) -> Iterator[KeyedIssue]:
         return
     if model.family == "conv":
         legal = ", ".join(name for name, size in model_config.SIZES.items() if size.family != "conv")
-        yield (
-            ("model",),
-            ValidationIssue(
-                key="model", value=model.name, message="is a vision model, and cannot train on text", legal=legal
-            ),
-        )
+        yield _keyed("model", model.name, "is a vision model, and cannot train on text", legal=legal)
         return
     if model.moe is not None and config.gate:
         try:
@@ -308,15 +240,8 @@ def _model_rules(config: Config) -> Iterator[KeyedIssue]:
 
         yield from ((("gate",), issue) for issue in validate_gate(moe))
     if config.seq_len > model_config.override_config(model, seq_len=config.seq_len).max_seq_len:
-        yield (
-            ("model", "seq_len"),
-            ValidationIssue(
-                key="seq_len",
-                value=str(config.seq_len),
-                message=f"is longer than the model allows ({model.name}: {model.max_seq_len})",
-                legal=f"1 to {model.max_seq_len}",
-            ),
-        )
+        message = f"is longer than the model allows ({model.name}: {model.max_seq_len})"
+        yield _keyed("seq_len", config.seq_len, message, reads=("model",), legal=f"1 to {model.max_seq_len}")
 
 
 def _layout_issues(config: Config, world: int | None, invalid_keys: Set[str]) -> list[ValidationIssue]:
@@ -334,28 +259,20 @@ def _layout_issues(config: Config, world: int | None, invalid_keys: Set[str]) ->
     except ValidationError as error:
         return list(error.issues)
     if wrong := schedule_file_error(layout, model.layers if model else 0):
-        issues.append(ValidationIssue(key="schedule", value=layout.schedule, message=f"cannot be run: {wrong}"))
+        issues.append(ValidationIssue("schedule", layout.schedule, f"cannot be run: {wrong}"))
     elif config.pipeline.layers and layout.pp > 1 and model:
         issues += stage_issues(config.pipeline.layers, schedule_for_layout(layout).stages, model)
     return [*issues, *profile_issues(config.pipeline), *slice_issues(config)]
 
 
-def guard_rules(config: Config, layout: Layout) -> Iterator[tuple[tuple[str, ...], ValidationIssue]]:
+def _guard_rules(config: Config, layout: Layout) -> Iterator[KeyedIssue]:
     """Rules of `spike.` and `replay.`."""
     if config.spike.action == "rollback" and not config.checkpoint.every:
-        message = "has no checkpoint to roll back to (checkpoint.every=0)"
-        legal = "none, warn, or checkpoint.every > 0"
-        yield (
-            ("spike.action", "checkpoint.every"),
-            ValidationIssue(key="spike.action", value="rollback", message=message, legal=legal),
-        )
+        message, legal = "has no checkpoint to roll back to (checkpoint.every=0)", "none, warn, or checkpoint.every > 0"
+        yield _keyed("spike.action", "rollback", message, reads=("checkpoint.every",), legal=legal)
     if config.replay.every:
         for other, message, legal in _replay_conflicts(config, layout):
-            value = str(config.replay.every)
-            yield (
-                ("replay.every", other),
-                ValidationIssue(key="replay.every", value=value, message=message, legal=f"0, or {legal}"),
-            )
+            yield _keyed("replay.every", config.replay.every, message, reads=(other,), legal=f"0, or {legal}")
 
 
 def _replay_conflicts(config: Config, layout: Layout) -> Iterator[tuple[str, str, str]]:
@@ -370,13 +287,10 @@ def _replay_conflicts(config: Config, layout: Layout) -> Iterator[tuple[str, str
         yield "layout", message, "layout=... without offload of optimizer, params or disk"
 
 
-def guard_keys_without_effect(config: Config) -> dict[str, str]:
-    """Return the keys of `replay.` without effect, each with the reason."""
-    if config.replay.every:
-        return {}
-    return dict.fromkeys(("replay.action", "replay.tolerance"), "replay.every=0")
-
-
+RULES = (
+    *(_data_rules, _model_rules, _precision_rules, _optimizer_rules, _run_rules),
+    *(_compress_rules, _elastic_rules, _guard_rules),
+)
 MEASURE = "measure"
 """value of `pipeline.profile` that measures the layers before the run"""
 
@@ -384,30 +298,23 @@ MEASURE = "measure"
 def slice_issues(config: Config) -> Iterator[ValidationIssue]:
     slices = config.pipeline.slices
     if slices and sum(slices) != config.seq_len:
-        message = f"does not sum to a sequence (seq_len={config.seq_len})"
-        yield ValidationIssue(
-            key="pipeline.slices", value=str(list(slices)), message=message, legal=f"a sum of {config.seq_len}"
-        )
+        message, legal = f"does not sum to a sequence (seq_len={config.seq_len})", f"a sum of {config.seq_len}"
+        yield ValidationIssue("pipeline.slices", str(list(slices)), message, legal=legal)
 
 
 def profile_issues(pipeline: PipelineConfig) -> Iterator[ValidationIssue]:
     key, given = "pipeline.profile", pipeline.profile
     if given and pipeline.layers:
-        yield ValidationIssue(key=key, value=given, message="is incompatible with pipeline.layers", hint="give one")
+        yield ValidationIssue(key, given, "is incompatible with pipeline.layers", hint="give one")
     if given and given != MEASURE:
         try:
             PipelineProfile.from_json(Path(given).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, ValueError) as error:
-            yield ValidationIssue(
-                key=key, value=given, message=f"cannot be read ({error})", legal=f"{MEASURE}, or RUN/profile.json"
-            )
+            yield ValidationIssue(key, given, f"cannot be read ({error})", legal=f"{MEASURE}, or RUN/profile.json")
 
 
 def stage_issues(layers: tuple[int, ...], stages: int, model: ModelConfig) -> Iterator[ValidationIssue]:
     if len(layers) != stages or sum(layers) != model.layers:
-        yield ValidationIssue(
-            key="pipeline.layers",
-            value=str(list(layers)),
-            message=f"does not divide the {model.layers} layers of {model.name} into {stages} stages",
-            legal=f"{stages} numbers that sum to {model.layers}",
-        )
+        message = f"does not divide the {model.layers} layers of {model.name} into {stages} stages"
+        legal = f"{stages} numbers that sum to {model.layers}"
+        yield ValidationIssue("pipeline.layers", str(list(layers)), message, legal=legal)

@@ -47,12 +47,8 @@ def _wsd(step: int, total: int, schedule: ScheduleConfig) -> float:
     return schedule.final + (1 - schedule.final) * left / decaying
 
 
-def _constant(step: int, total: int, schedule: ScheduleConfig) -> float:
-    return 1.0
-
-
 LR_SHAPES: dict[str, Callable[[int, int, ScheduleConfig], float]] = {
     "cosine": _cosine,
     "wsd": _wsd,
-    "constant": _constant,
+    "constant": lambda step, total, schedule: 1.0,
 }

@@ -12,28 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from echelon.config import schema
+from echelon.config import schema, sections
 from echelon.config.config_rules import cross_key_issues, keys_without_effect, no_effect_issues
 from echelon.config.schema import ConfigKey, Range, SettingText
-from echelon.config.sections import (
-    ABOVE_ZERO,
-    AT_LEAST_0,
-    AT_LEAST_1,
-    BELOW_ONE,
-    CheckpointConfig,
-    DataConfig,
-    ElasticConfig,
-    EvalConfig,
-    MemoryConfig,
-    OptimizerConfig,
-    PipelineConfig,
-    PrecisionConfig,
-    ReplayConfig,
-    SampleConfig,
-    ScheduleConfig,
-    ShardConfig,
-    SpikeConfig,
-)
+from echelon.config.sections import ABOVE_ZERO, AT_LEAST_0, AT_LEAST_1, BELOW_ONE
 from echelon.layout import ValidationError, ValidationIssue, grammar
 from echelon.layout.validation_error import closest_word
 from echelon.models import model_config
@@ -49,7 +31,7 @@ class Config:
 
     model: str = "llama-tiny"
     """A named size, a directory of `echelon import`, or `file.py:factory` of yours with `batch(rows, step)` in it."""
-    data: DataConfig = field(default_factory=DataConfig)
+    data: sections.DataConfig = field(default_factory=sections.DataConfig)
     seq_len: Annotated[int, AT_LEAST_1] = 128
     """Tokens per sequence."""
     batch: Annotated[int, AT_LEAST_1] = 24
@@ -64,24 +46,24 @@ class Config:
     """Device; auto takes GPUs if there are any."""
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     """Compute dtype. Master weights and gradient reduction are float32 (float64 with float64), or as in `precision`."""
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    precision: sections.PrecisionConfig = field(default_factory=sections.PrecisionConfig)
     kernels: Literal["auto", "plain"] = "auto"
     """Fused kernels on a GPU, or plain torch operators everywhere, for comparison."""
     compress: Literal["none", "lossless", "lossless+fp16", "lossless+fp8", "lossless+int8"] = "none"
     """Compression of saved activations: none, lossless, or lossless with values in fewer bits."""
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    optimizer: sections.OptimizerConfig = field(default_factory=sections.OptimizerConfig)
+    schedule: sections.ScheduleConfig = field(default_factory=sections.ScheduleConfig)
     clip: Annotated[float, AT_LEAST_0] = 1.0
     """Largest gradient norm; 0 turns clipping off."""
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    spike: SpikeConfig = field(default_factory=SpikeConfig)
-    replay: ReplayConfig = field(default_factory=ReplayConfig)
-    elastic: ElasticConfig = field(default_factory=ElasticConfig)
-    sample: SampleConfig = field(default_factory=SampleConfig)
-    shard: ShardConfig = field(default_factory=ShardConfig)
-    memory: MemoryConfig = field(default_factory=MemoryConfig)
-    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    eval: sections.EvalConfig = field(default_factory=sections.EvalConfig)
+    checkpoint: sections.CheckpointConfig = field(default_factory=sections.CheckpointConfig)
+    spike: sections.SpikeConfig = field(default_factory=sections.SpikeConfig)
+    replay: sections.ReplayConfig = field(default_factory=sections.ReplayConfig)
+    elastic: sections.ElasticConfig = field(default_factory=sections.ElasticConfig)
+    sample: sections.SampleConfig = field(default_factory=sections.SampleConfig)
+    shard: sections.ShardConfig = field(default_factory=sections.ShardConfig)
+    memory: sections.MemoryConfig = field(default_factory=sections.MemoryConfig)
+    pipeline: sections.PipelineConfig = field(default_factory=sections.PipelineConfig)
     dropout: Annotated[float | None, BELOW_ONE] = None
     """Override the model's dropout."""
     tied: bool | None = None
@@ -97,14 +79,8 @@ class Config:
 
     def override_model(self, model: model_config.ModelConfig, seq_len: int = 0) -> model_config.ModelConfig:
         """Return a named model with the overrides of this configuration."""
-        return model_config.override_config(
-            model,
-            dropout=self.dropout,
-            tied=self.tied,
-            gate=self.gate,
-            expert_dropout=self.expert_dropout,
-            seq_len=seq_len,
-        )
+        overrides: dict[str, Any] = {key: getattr(self, key) for key in ("dropout", "tied", "gate", "expert_dropout")}
+        return model_config.override_config(model, **overrides, seq_len=seq_len)
 
     @classmethod
     def load(
@@ -125,9 +101,7 @@ class Config:
         invalid_keys = {issue.key for issue in invalid}
         issues += [*more, *invalid, *config.issues(world=world, invalid_keys=invalid_keys)]
         issues += no_effect_issues(config, typed if written_by_run else given | typed, invalid_keys)
-        if issues:
-            raise ValidationError(issues)
-        return config
+        return _checked(config, issues)
 
     @classmethod
     def from_settings(cls, settings: Sequence[str], layout: str) -> Self:
@@ -138,24 +112,18 @@ class Config:
         issues += [*invalid, *config.issues(invalid_keys=invalid_keys)]
         if layout:
             issues += no_effect_issues(replace(config, layout=layout), typed, invalid_keys)
-        if issues:
-            raise ValidationError(issues)
-        return config
+        return _checked(config, issues)
 
     @classmethod
     def from_toml(cls, text: str) -> Self:
         """Build it from the TOML text of `to_toml`, without checking that its files still exist."""
         config, issues = _build(cls, schema.flatten(cls, tomllib.loads(text)))
-        if issues:
-            raise ValidationError(issues)
-        return config
+        return _checked(config, issues)
 
     def to_toml(self) -> str:
         """Return every key that has an effect, as TOML that loads to the same configuration."""
-        left_out = keys_without_effect(self)
-        return schema.to_toml(
-            {name: value for name, value in schema.effective_values(self).items() if name not in left_out}
-        )
+        values, left_out = schema.effective_values(self), keys_without_effect(self)
+        return schema.to_toml({name: value for name, value in values.items() if name not in left_out})
 
     @classmethod
     def keys(cls) -> tuple[ConfigKey, ...]:
@@ -181,6 +149,13 @@ class Config:
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
+def _checked(config: AnyConfig, issues: Sequence[ValidationIssue]) -> AnyConfig:
+    """Return the configuration, or raise its issues."""
+    if issues:
+        raise ValidationError(issues)
+    return config
+
+
 def _read_file(cls: type, path: str | Path | None) -> tuple[dict[str, Any], list[ValidationIssue]]:
     if path is None:
         return {}, []
@@ -190,7 +165,7 @@ def _read_file(cls: type, path: str | Path | None) -> tuple[dict[str, Any], list
         rule = f"cannot be read ({(error.strerror or str(error)).lower()})"
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         rule = f"is not valid TOML ({str(error)[:1].lower()}{str(error)[1:]})"
-    return {}, [ValidationIssue(key="config", value=str(path), message=rule, legal="a TOML file")]
+    return {}, [ValidationIssue("config", str(path), rule, legal="a TOML file")]
 
 
 def _read_settings(settings: Sequence[str]) -> tuple[dict[str, Any], list[ValidationIssue]]:
@@ -201,7 +176,7 @@ def _read_settings(settings: Sequence[str]) -> tuple[dict[str, Any], list[Valida
         if equals and name.strip():
             given[name.strip()] = SettingText(text.strip())
         else:
-            issues.append(ValidationIssue(key="set", value=setting, message="is not a setting", legal="key=value"))
+            issues.append(ValidationIssue("set", setting, "is not a setting", legal="key=value"))
     return given, issues
 
 

@@ -157,32 +157,21 @@ def parse_values(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], l
         try:
             converted = convert(key.hint, value)
         except TypeMismatchError as mismatch:
-            legal, remedy = key.legal, mismatch.remedy
-            issues.append(
-                ValidationIssue(key=name, value=format_given(value), message=mismatch.rule, legal=legal, hint=remedy)
-            )
+            text, remedy = format_given(value), mismatch.remedy
+            issues.append(ValidationIssue(name, text, mismatch.rule, legal=key.legal, hint=remedy))
             continue
         numbers = converted if isinstance(converted, tuple) else (converted,)
         if key.range and not all(number in key.range for number in numbers if not isinstance(number, str)):
-            issues.append(
-                ValidationIssue(key=name, value=format_given(value), message="is out of range", legal=key.legal)
-            )
+            issues.append(ValidationIssue(name, format_given(value), "is out of range", legal=key.legal))
             continue
         values[name] = converted
-    for name in values:
+    chosen = {name: key.default for name, key in table.items()} | values
+    for name, value in values.items():
         key = table[name]
-        if (
-            key.only_with
-            and (chosen := values.get(key.condition_key, table[key.condition_key].default)) not in key.only_with.values
-        ):
-            issues.append(
-                ValidationIssue(
-                    key=name,
-                    value=format_given(values[name]),
-                    message=f"has no effect with {key.condition_key}={chosen}",
-                    hint=f"leave it out, or set {key.condition_key} to {' or '.join(key.only_with.values)}",
-                )
-            )
+        if key.only_with and not _has_effect(key, chosen):
+            message = f"has no effect with {key.condition_key}={chosen[key.condition_key]}"
+            hint = f"leave it out, or set {key.condition_key} to {' or '.join(key.only_with.values)}"
+            issues.append(ValidationIssue(name, format_given(value), message, hint=hint))
     return values, issues
 
 
@@ -286,9 +275,8 @@ def _convert_list(arguments: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
 def _convert_scalar(hint: Any, value: Any) -> Any:
     if hint is str:
         if not isinstance(value, str):
-            raise TypeMismatchError(
-                f"is not a text but {_describe_type(type(value))}", f"put it in quotes: {json.dumps(str(value))}"
-            )
+            remedy = f"put it in quotes: {json.dumps(str(value))}"
+            raise TypeMismatchError(f"is not a text but {_describe_type(type(value))}", remedy)
         if any("\ud800" <= letter <= "\udfff" for letter in value):
             raise TypeMismatchError("is not valid Unicode text")
         return value
@@ -306,9 +294,7 @@ def _convert_scalar(hint: Any, value: Any) -> Any:
 def _unknown_key_issue(name: str, value: Any, table: Mapping[str, ConfigKey]) -> ValidationIssue:
     below = [key for key in table if key.startswith(name + ".")]
     if below:
-        return ValidationIssue(
-            key=name, value=format_given(value), message="is a table, not a value", legal=", ".join(below)
-        )
+        return ValidationIssue(name, format_given(value), "is a table, not a value", legal=", ".join(below))
     above, _, leaf = name.rpartition(".")
     siblings = [key for key in table if above and key.startswith(above + ".")]
     if not siblings:
@@ -316,9 +302,8 @@ def _unknown_key_issue(name: str, value: Any, table: Mapping[str, ConfigKey]) ->
     # `lr` means `optimizer.lr`, although the spelling is far from it.
     same_leaf = [key for key in table if key.rpartition(".")[2] == leaf]
     suggestion = f'did you mean "{same_leaf[0]}"?' if len(same_leaf) == 1 else did_you_mean(name, table)
-    return ValidationIssue(
-        key=name, value=format_given(value), message="is not a known key", legal=", ".join(siblings), hint=suggestion
-    )
+    legal = ", ".join(siblings)
+    return ValidationIssue(name, format_given(value), "is not a known key", legal=legal, hint=suggestion)
 
 
 def _has_effect(key: ConfigKey, values: Mapping[str, Any]) -> bool:

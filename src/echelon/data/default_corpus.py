@@ -1,10 +1,10 @@
 """The default corpus: the sources of Python's standard library, which need no download."""
 
-import os
 import sysconfig
 from pathlib import Path
 
 from echelon.data.token_cache import cached_token_file
+from echelon.data.token_file import AnyPath
 from echelon.data.tokenize import Progress, TextError, find_files
 from echelon.data.tokenizer import ByteTokenizer, Tokenizer
 
@@ -14,16 +14,15 @@ _EXCLUDED_DIRS = frozenset({"site-packages", "dist-packages", "test", "tests", "
 
 
 def default_corpus(
-    folder: str | os.PathLike[str],
+    folder: AnyPath,
     *,
     max_bytes: int = DEFAULT_BYTES,
     tokenizer: Tokenizer | None = None,
     progress: Progress | None = None,
 ) -> Path:
     """The token file of the default corpus, written if `folder` lacks it: full files, at most `max_bytes` of text."""
-    return cached_token_file(
-        stdlib_files(max_bytes), folder, name="stdlib", tokenizer=tokenizer or ByteTokenizer(), progress=progress
-    )
+    files, tokenizer = stdlib_files(max_bytes), tokenizer or ByteTokenizer()
+    return cached_token_file(files, folder, name="stdlib", tokenizer=tokenizer, progress=progress)
 
 
 def stdlib_files(max_bytes: int = DEFAULT_BYTES) -> list[Path]:

@@ -2,46 +2,34 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from echelon.data.token_file import VERSION, TokenFile, TokenFileError, is_token_file
+from echelon.data.token_file import VERSION, AnyPath, TokenFile, TokenFileError, is_token_file
 from echelon.data.tokenize import Progress, text_files, tokenize
 from echelon.data.tokenizer import Tokenizer
 
 
 def prepare_token_file(
-    path: str | os.PathLike[str],
-    folder: str | os.PathLike[str],
-    *,
-    tokenizer: Tokenizer,
-    progress: Progress | None = None,
+    path: AnyPath, folder: AnyPath, *, tokenizer: Tokenizer, progress: Progress | None = None
 ) -> Path:
     """Verify an entry of `data.path` if it is a token file, else tokenise it into `folder`; returns the token file."""
     path = Path(path)
     if is_token_file(path) or (path.suffix == ".tokens" and path.is_file()):
         file = TokenFile(path)
-        made_with = file.header.tokenizer
-        if made_with != tokenizer.name:
+        if (written_with := file.header.tokenizer) != tokenizer.name:
             raise TokenFileError(
-                f"token file was written with another tokenizer ({path}: {made_with}, data.tokenizer: "
+                f"token file was written with another tokenizer ({path}: {written_with}, data.tokenizer: "
                 f"{tokenizer.name}); set data.tokenizer to that one"
             )
         file.verify()
         return path
-    return cached_token_file(
-        text_files([path]), folder, name=path.resolve().stem or "text", tokenizer=tokenizer, progress=progress
-    )
+    name = path.resolve().stem or "text"
+    return cached_token_file(text_files([path]), folder, name=name, tokenizer=tokenizer, progress=progress)
 
 
 def cached_token_file(
-    files: Sequence[Path],
-    folder: str | os.PathLike[str],
-    *,
-    name: str,
-    tokenizer: Tokenizer,
-    progress: Progress | None = None,
+    files: Sequence[Path], folder: AnyPath, *, name: str, tokenizer: Tokenizer, progress: Progress | None = None
 ) -> Path:
     """The token file of these text files, written if `folder` lacks it.
 

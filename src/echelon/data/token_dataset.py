@@ -18,7 +18,7 @@ import numpy as np
 
 from echelon.data.blended_dataset import SourceBlend
 from echelon.data.sample_order import epoch_and_sample, validate_indices
-from echelon.data.token_file import AnyIntArray, IntArray, TokenFile, TokenFileError
+from echelon.data.token_file import AnyIntArray, AnyPath, IntArray, TokenFile, TokenFileError
 from echelon.layout.validation_error import ValidationError, ValidationIssue
 from echelon.models.model_config import IGNORE_INDEX
 
@@ -45,7 +45,7 @@ class TokenDataset:
 
     def __init__(
         self,
-        files: Sequence[str | os.PathLike[str]],
+        files: Sequence[AnyPath],
         weights: Sequence[float],
         seq_len: int,
         seed: int,
@@ -57,28 +57,18 @@ class TokenDataset:
         self.seq_len, self.seed, self.mask_documents, self.eval_fraction = seq_len, seed, mask_documents, eval_fraction
         self.blend: SourceBlend | None = None
         if seq_len < 1:
-            faults.append(
-                ValidationIssue(key="seq_len", value=str(seq_len), message="is not a valid length", legal=">= 1")
-            )
+            faults.append(ValidationIssue("seq_len", str(seq_len), "is not a valid length", legal=">= 1"))
         if not 0 <= eval_fraction < 1:
-            faults.append(
-                ValidationIssue(
-                    key="data.eval_fraction",
-                    value=str(eval_fraction),
-                    message="is not a valid share of the samples",
-                    legal="0 <= x < 1",
-                )
-            )
+            rule = "is not a valid share of the samples"
+            faults.append(ValidationIssue("data.eval_fraction", str(eval_fraction), rule, legal="0 <= x < 1"))
         if len(weights) not in (0, len(files)):
             rule = f"does not have one weight for each of the {len(files)} sources"
-            faults.append(ValidationIssue(key="data.weights", value=str(list(weights)), message=rule))
+            faults.append(ValidationIssue("data.weights", str(list(weights)), rule))
         elif len(weights):
             try:
                 self.blend = SourceBlend.from_weights(weights)
             except ValueError as error:
-                faults.append(
-                    ValidationIssue(key="data.weights", value=str(list(weights)), message=f"cannot be used: {error}")
-                )
+                faults.append(ValidationIssue("data.weights", str(list(weights)), f"cannot be used: {error}"))
         if faults:
             raise ValidationError(faults)
         # A file of n tokens has n - 1 targets. Fewer samples would lose some, more would add a sample without any.
@@ -89,9 +79,7 @@ class TokenDataset:
         if eval_fraction and not self.num_eval:
             rule = f"leaves nothing to evaluate on: no file has two samples (seq_len {seq_len})"
             hint = "use 0, or a smaller seq_len"
-            raise ValidationError(
-                [ValidationIssue(key="data.eval_fraction", value=str(eval_fraction), message=rule, hint=hint)]
-            )
+            raise ValidationError([ValidationIssue("data.eval_fraction", str(eval_fraction), rule, hint=hint)])
 
     @property
     def num_train(self) -> int:
@@ -114,15 +102,8 @@ class TokenDataset:
     @property
     def fingerprint(self) -> str:
         """A hash of the data and its order: runs with equal fingerprints read the same samples in the same order."""
-        counts = self.blend.counts if self.blend else ()
-        identity = [
-            [file.header.sha256 for file in self.files],
-            counts,
-            self._num_train.tolist(),
-            self.seq_len,
-            self.seed,
-            self.mask_documents,
-        ]
+        hashes, counts = [file.header.sha256 for file in self.files], self.blend.counts if self.blend else ()
+        identity = [hashes, counts, self._num_train.tolist(), self.seq_len, self.seed, self.mask_documents]
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
     def locate(self, indices: AnyIntArray) -> SampleLocation:
@@ -137,15 +118,15 @@ class TokenDataset:
         epoch, sample = np.empty_like(file), np.empty_like(file)
         for source in np.unique(file).tolist():
             rows = file == source
-            epoch[rows], sample[rows] = epoch_and_sample(
-                rank[rows], num_samples=int(self._num_train[source]), seed=self.seed, stream=source
-            )
+            num_samples = int(self._num_train[source])
+            located = epoch_and_sample(rank[rows], num_samples=num_samples, seed=self.seed, stream=source)
+            epoch[rows], sample[rows] = located
         return SampleLocation(file, epoch, sample)
 
     def batch(self, indices: AnyIntArray) -> dict[str, IntArray]:
         """`tokens`, `targets` and, where documents are masked, `documents`, each [B, T], for these global indices."""
-        place = self.locate(indices)
-        return self._read(place.file, place.sample)
+        location = self.locate(indices)
+        return self._read(location.file, location.sample)
 
     def eval_batch(self, indices: AnyIntArray) -> dict[str, IntArray]:
         """The same for the held-out samples, in file order. An index past `num_eval` gives a row without targets, so
@@ -160,20 +141,13 @@ class TokenDataset:
 
     def describe(self) -> list[tuple[str, str, str]]:
         """The resolved settings as (name, value, reason), for the start of a run."""
-        header = self.files[0].header
-        num_tokens = sum(file.header.num_tokens for file in self.files)
-        num_documents = sum(file.header.num_documents for file in self.files)
+        headers = [file.header for file in self.files]
+        num_tokens, num_documents = sum(h.num_tokens for h in headers), sum(h.num_documents for h in headers)
+        data = f"{num_tokens:,} tokens in {num_documents:,} documents"
+        samples = f"{self.num_train:,} to train, {self.num_eval:,} to evaluate"
         rows = [
-            (
-                "data",
-                f"{num_tokens:,} tokens in {num_documents:,} documents",
-                f"{len(self.files)} token file(s), tokenizer {header.tokenizer}",
-            ),
-            (
-                "samples",
-                f"{self.num_train:,} to train, {self.num_eval:,} to evaluate",
-                f"seq_len {self.seq_len}, eval_fraction {self.eval_fraction}",
-            ),
+            ("data", data, f"{len(headers)} token file(s), tokenizer {headers[0].tokenizer}"),
+            ("samples", samples, f"seq_len {self.seq_len}, eval_fraction {self.eval_fraction}"),
             ("data fingerprint", self.fingerprint, "the same data in the same order has the same one"),
         ]
         if self.blend is not None:
@@ -207,22 +181,22 @@ class TokenDataset:
         return batch
 
 
-def _open_token_files(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[TokenFile], list[ValidationIssue]]:
+def _open_token_files(paths: Sequence[AnyPath]) -> tuple[list[TokenFile], list[ValidationIssue]]:
     """Open the token files; returns them and all issues of files that are unreadable or do not match the others."""
     files: list[TokenFile] = []
     faults: list[ValidationIssue] = []
     if not paths:
-        faults.append(ValidationIssue(key="data.path", value="", message="is empty"))
+        faults.append(ValidationIssue("data.path", "", "is empty"))
     for path in paths:
         try:
             file = TokenFile(path)
         except TokenFileError as error:
-            faults.append(ValidationIssue(key="data.path", value=os.fspath(path), message=f"cannot be used: {error}"))
+            faults.append(ValidationIssue("data.path", os.fspath(path), f"cannot be used: {error}"))
             continue
         ours, theirs = file.header, files[0].header if files else file.header
         if (ours.tokenizer, ours.vocab_size, ours.eos) != (theirs.tokenizer, theirs.vocab_size, theirs.eos):
             rule = f"has another tokenizer than the first token file ({ours.tokenizer}, {theirs.tokenizer})"
             hint = "tokenise all sources with one tokenizer"
-            faults.append(ValidationIssue(key="data.path", value=os.fspath(path), message=rule, hint=hint))
+            faults.append(ValidationIssue("data.path", os.fspath(path), rule, hint=hint))
         files.append(file)
     return files, faults

@@ -19,7 +19,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -37,6 +37,7 @@ _CHUNK_BYTES = 1 << 22
 
 IntArray = npt.NDArray[np.int64]
 AnyIntArray = npt.NDArray[np.integer[Any]]
+AnyPath = str | os.PathLike[str]
 
 
 class TokenFileError(ValueError):
@@ -85,7 +86,7 @@ class TokenFileHeader:
 class TokenFile:
     """A token file opened for reading. Opening reads one page, whatever the size."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: AnyPath) -> None:
         self.path = Path(path)
         # Opened once: a writer may replace the file between two opens. The opened one stays intact while it is mapped.
         try:
@@ -115,7 +116,7 @@ class TokenFile:
             )
 
 
-def is_token_file(path: str | os.PathLike[str]) -> bool:
+def is_token_file(path: AnyPath) -> bool:
     """Whether the file starts like a token file. Its contents may still be corrupt."""
     path = Path(path)
     if not path.is_file():
@@ -161,19 +162,20 @@ class TokenWriter:
     replaces the others' result atomically.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, vocab_size: int, eos: int, tokenizer: str) -> None:
+    def __init__(self, path: AnyPath, *, vocab_size: int, eos: int, tokenizer: str) -> None:
         if not 0 <= eos < vocab_size <= 1 << 32:
             raise TokenFileError(
                 f"eos must be a token of the vocabulary (eos {eos}, vocabulary {vocab_size}, at most {1 << 32}); "
                 "check the tokenizer"
             )
         self.path = Path(path)
-        self._dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
-        self._vocab_size, self._eos, self._tokenizer = vocab_size, eos, tokenizer
+        dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
+        unknown: dict[str, Any] = {"num_tokens": 0, "num_documents": 0, "sha256": ""}
+        self._header = TokenFileHeader(dtype=dtype, vocab_size=vocab_size, eos=eos, tokenizer=tokenizer, **unknown)
         self._num_tokens = self._num_documents = 0
         self._digest = hashlib.sha256()
         # A header that is too long fails here rather than after hours of writing.
-        self._header("").encode()
+        self._header.encode()
 
     def __enter__(self) -> Self:
         # Not tempfile's name: such a file is readable by its owner only, also after the rename.
@@ -198,7 +200,7 @@ class TokenWriter:
             if tokens.size:
                 self._append(tokens)
         if self._num_tokens > start:
-            self._append(np.array([self._eos]))
+            self._append(np.array([self._header.eos]))
             self._write(self._offsets, np.array(start, _OFFSET).tobytes())
             self._num_documents += 1
 
@@ -219,12 +221,12 @@ class TokenWriter:
             self._temporary.unlink(missing_ok=True)
 
     def _append(self, tokens: AnyIntArray) -> None:
-        if tokens.dtype.kind not in "iu" or int(tokens.min()) < 0 or int(tokens.max()) >= self._vocab_size:
+        if tokens.dtype.kind not in "iu" or int(tokens.min()) < 0 or int(tokens.max()) >= self._header.vocab_size:
             raise TokenFileError(
                 f"token outside the vocabulary ({tokens.dtype} from {tokens.min()} to {tokens.max()}, "
-                f"vocabulary {self._vocab_size}); check the tokenizer"
+                f"vocabulary {self._header.vocab_size}); check the tokenizer"
             )
-        data = tokens.astype(_DTYPES[self._dtype]).tobytes()
+        data = tokens.astype(_DTYPES[self._header.dtype]).tobytes()
         self._write(self._file, data)
         self._digest.update(data)
         self._num_tokens += tokens.size
@@ -239,7 +241,8 @@ class TokenWriter:
     def _finish(self) -> None:
         if not self._num_documents:
             raise TokenFileError(f"no text to write ({self.path}); give at least one document that is not empty")
-        padding = bytes(self._header("").offsets_start - self._file.tell())
+        header = replace(self._header, num_tokens=self._num_tokens, num_documents=self._num_documents)
+        padding = bytes(header.offsets_start - self._file.tell())
         self._file.write(padding)
         self._digest.update(padding)
         self._offsets.seek(0)
@@ -247,23 +250,12 @@ class TokenWriter:
             self._digest.update(chunk)
             self._file.write(chunk)
         self._file.seek(0)
-        self._file.write(self._header(self._digest.hexdigest()).encode())
+        self._file.write(replace(header, sha256=self._digest.hexdigest()).encode())
         self._file.flush()
         # Without this a crash of the node may leave an empty file under the name.
         os.fsync(self._file.fileno())
         self._file.close()
         os.replace(self._temporary, self.path)
-
-    def _header(self, sha256: str) -> TokenFileHeader:
-        return TokenFileHeader(
-            dtype=self._dtype,
-            num_tokens=self._num_tokens,
-            num_documents=self._num_documents,
-            vocab_size=self._vocab_size,
-            eos=self._eos,
-            tokenizer=self._tokenizer,
-            sha256=sha256,
-        )
 
     def _cannot_write(self, error: OSError) -> TokenFileError:
         try:

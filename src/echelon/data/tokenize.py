@@ -5,25 +5,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from echelon.data.token_file import AnyIntArray, TokenFile, TokenWriter
+from echelon.data.token_file import AnyIntArray, AnyPath, TokenFile, TokenWriter
 from echelon.data.tokenizer import ByteTokenizer, Tokenizer
 
 TEXT_SUFFIXES = (
-    ".txt",
-    ".text",
-    ".md",
-    ".rst",
-    ".tex",
-    ".html",
-    ".py",
-    ".c",
-    ".h",
-    ".cpp",
-    ".rs",
-    ".go",
-    ".java",
-    ".js",
-    ".ts",
+    *(".txt", ".text", ".md", ".rst", ".tex", ".html"),
+    *(".py", ".c", ".h", ".cpp", ".rs", ".go", ".java", ".js", ".ts"),
 )
 
 _BINARY_PROBE_BYTES = 1 << 16
@@ -38,11 +25,7 @@ class TextError(ValueError):
 
 
 def tokenize(
-    paths: Sequence[str | os.PathLike[str]],
-    output: str | os.PathLike[str],
-    *,
-    tokenizer: Tokenizer | None = None,
-    progress: Progress | None = None,
+    paths: Sequence[AnyPath], output: AnyPath, *, tokenizer: Tokenizer | None = None, progress: Progress | None = None
 ) -> TokenFile:
     """Tokenise the text under `paths` into one token file, each text file a document; by default as bytes."""
     tokenizer = tokenizer or ByteTokenizer()
@@ -60,7 +43,7 @@ def tokenize(
     return TokenFile(output)
 
 
-def text_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
+def text_files(paths: Sequence[AnyPath]) -> list[Path]:
     """Files as given; in directories every file with a text suffix, in an order independent of the file system.
 
     Hidden files are skipped. A file that is reached twice counts once; weights make a source count more often.

@@ -6,14 +6,13 @@ A tokenizer converts a document to tokens in pieces, so that a document may be l
 import codecs
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
-from echelon.data.token_file import AnyIntArray
+from echelon.data.token_file import AnyIntArray, AnyPath
 
 _READ_BYTES = 1 << 22
 # Tried in this order when the tokenizer's configuration names no end-of-document token.
@@ -80,9 +79,8 @@ class JsonTokenizer:
         try:
             raw = path.read_bytes()
         except OSError as error:
-            raise TokenizerError(
-                f"cannot read the tokenizer ({path}: {error.strerror}); check data.tokenizer"
-            ) from error
+            fault = f"cannot read the tokenizer ({path}: {error.strerror}); check data.tokenizer"
+            raise TokenizerError(fault) from error
         try:
             from tokenizers import Tokenizer as Engine
         except ImportError as error:
@@ -143,7 +141,7 @@ class JsonTokenizer:
                 yield np.array(self.encode(piece), np.int64)
 
 
-def load_tokenizer(spec: str | os.PathLike[str], *, eos: str | None = None) -> Tokenizer:
+def load_tokenizer(spec: AnyPath, *, eos: str | None = None) -> Tokenizer:
     """`"bytes"`, a `tokenizer.json`, or a folder that holds one. `eos` names the token that ends a document."""
     if spec == "bytes":
         return ByteTokenizer()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 
 from echelon.layout.aliases import ALIASES
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ValidationIssue:
     """One invalid value, with the values that would be legal."""
 
@@ -19,9 +19,9 @@ class ValidationIssue:
     """the given value as text; empty if none was given"""
     message: str
     """what is wrong, as the end of a sentence that starts with key=value"""
-    legal: str = ""
+    legal: str = field(default="", kw_only=True)
     """the legal values"""
-    hint: str = ""
+    hint: str = field(default="", kw_only=True)
     """a remedy, or "did you mean" """
 
     def __str__(self) -> str:
