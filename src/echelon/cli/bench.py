@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from echelon.cli.cli_errors import EXIT_FAILED, print_json, report_errors
+from echelon.cli.cli_options import AsJson, optional, write_text
 
 if TYPE_CHECKING:
     from echelon.bench.bench_device import BenchDevice
@@ -35,49 +36,26 @@ Announce = Callable[[str], None]
 
 
 def command(
-    only: Annotated[
-        str, typer.Option(metavar="devices|steps", help="Measure one of the two. Default: both.", show_default=False)
-    ] = "",
+    only: Annotated[str, optional("Measure one of the two. Default: both.", metavar="devices|steps")] = "",
     out: Annotated[Path | None, typer.Option(help="Write a cluster file (.toml) that `echelon plan` reads.")] = None,
-    shapes: Annotated[
-        str,
-        typer.Option(
-            help="Model shapes: tiny, 1b, 3b, 8b. Default: those that fit; tiny on a CPU.", show_default=False
-        ),
-    ] = "",
+    shapes: Annotated[str, optional("Model shapes: tiny, 1b, 3b, 8b. Default: those that fit; tiny on a CPU.")] = "",
     precision: Annotated[
-        str,
-        typer.Option(
-            help="GEMM precisions: fp32, bf16, fp8, fp8-row. Default: those the device supports.", show_default=False
-        ),
+        str, optional("GEMM precisions: fp32, bf16, fp8, fp8-row. Default: those the device supports.")
     ] = "",
     peers: Annotated[
         str, typer.Option(metavar="DIR", help="Unpacked wheels of peers. Default: .peers, if it exists.")
     ] = "",
-    against: Annotated[
-        str, typer.Option(help="Peers to run: torchtitan, transformers, or none. Default: all.", show_default=False)
-    ] = "",
-    steps: Annotated[int | None, typer.Option(help="Timed steps. Default: 8.", show_default=False)] = None,
+    against: Annotated[str, optional("Peers to run: torchtitan, transformers, or none. Default: all.")] = "",
+    steps: Annotated[int | None, optional("Timed steps. Default: 8.")] = None,
     states: Annotated[
-        str,
-        typer.Option(
-            metavar="float32|bfloat16", help="Dtype of our AdamW's moments. Default: float32.", show_default=False
-        ),
+        str, optional("Dtype of our AdamW's moments. Default: float32.", metavar="float32|bfloat16")
     ] = "",
     recompute: Annotated[
         str,
-        typer.Option(
-            metavar="none|ops|selective|full|sqrt",
-            help="Recomputation. Default: what the shape needs to fit.",
-            show_default=False,
-        ),
+        optional("Recomputation. Default: what the shape needs to fit.", metavar="none|ops|selective|full|sqrt"),
     ] = "",
-    batch: Annotated[
-        int | None, typer.Option(help="Sequences per step. Default: the shape's.", show_default=False)
-    ] = None,
-    seq_len: Annotated[
-        int | None, typer.Option(help="Tokens per sequence. Default: the shape's.", show_default=False)
-    ] = None,
+    batch: Annotated[int | None, optional("Sequences per step. Default: the shape's.")] = None,
+    seq_len: Annotated[int | None, optional("Tokens per sequence. Default: the shape's.")] = None,
     profile: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Profile our step instead (CUDA); writes FILE as .json and as .svg."),
@@ -85,7 +63,7 @@ def command(
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer repeats and smaller collectives: takes seconds.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure this machine's devices, and training steps against those of other frameworks."""
     with report_errors(as_json):
@@ -145,26 +123,20 @@ def _measure(options: BenchOptions, device: BenchDevice, quick: bool, as_json: b
     """Measure and print; true if any of our steps ran."""
     from echelon.bench import bench_request
 
-    todo = (
-        bench_request.plan_measurements(options, device, quick=quick)
-        if options.with_steps
-        else bench_request.BenchPlan(measurements=(), left_out={})
-    )
+    todo = bench_request.BenchPlan(measurements=(), left_out={})
+    if options.with_steps:
+        todo = bench_request.plan_measurements(options, device, quick=quick)
     # Steps come first: the device measurements would leave less memory for them.
     rows, peak = _measure_steps(todo, device)
     devices, cluster = _measure_devices(quick) if options.with_devices else ([], None)
     if options.out is not None and cluster is not None:
-        _write_cluster(options.out, cluster)
+        from echelon.planning.cluster.cluster_file import cluster_to_toml
+
+        write_text(options.out, cluster_to_toml(replace(cluster, name=options.out.stem)), "cluster file", "--out")
     if as_json:
         curves = asdict(cluster.curves) if cluster is not None and cluster.curves else None
-        print_json(
-            {
-                "rows": [row.to_json() for row in rows],
-                "left_out": todo.left_out,
-                "devices": [{**asdict(row), "unit": row.unit} for row in devices],
-                "curves": curves,
-            }
-        )
+        step_rows, device_rows = [row.to_json() for row in rows], [{**asdict(row), "unit": row.unit} for row in devices]
+        print_json({"rows": step_rows, "left_out": todo.left_out, "devices": device_rows, "curves": curves})
     else:
         _show(rows, todo, peak, devices, cluster, options.out)
     return not rows or any(row.is_ours and row.failed is None for row in rows)
@@ -178,14 +150,14 @@ def _measure_steps(todo: BenchPlan, device: BenchDevice) -> tuple[list[StepRow],
     if not todo.measurements:
         return [], None
     with _progress_bar(len(todo.measurements)) as announce:
-        found = []
-        for request in todo.measurements:
-            announce(str(request))
-            found.append(run_in_subprocess("echelon.bench.measure_step", request))
+        results = []
+        for measurement in todo.measurements:
+            announce(str(measurement))
+            results.append(run_in_subprocess("echelon.bench.measure_step", measurement))
     import torch
 
     peak = peak_flops(torch.device(device.device_type))
-    rows = [make_row(request, one, peak.flops) for request, one in zip(todo.measurements, found, strict=True)]
+    rows = [make_row(each, result, peak.flops) for each, result in zip(todo.measurements, results, strict=True)]
     return add_peer_ratios(rows), peak
 
 
@@ -204,15 +176,6 @@ def _measure_devices(quick: bool) -> tuple[list[DeviceRow], Cluster]:
             announce(step.name)
             rows += step.run()
     return rows, with_curves(plain, to_curves(rows))
-
-
-def _write_cluster(out: Path, cluster: Cluster) -> None:
-    from echelon.planning.cluster.cluster_file import cluster_to_toml
-
-    try:
-        out.write_text(cluster_to_toml(replace(cluster, name=out.stem)), encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"the cluster file cannot be written ({out}: {error.strerror}); give another --out") from error
 
 
 def _show(
@@ -240,11 +203,9 @@ def _show(
         console.print(device_table.device_table(devices, cluster))
         for line in device_table.calibration_lines(cluster):
             console.print(line, soft_wrap=True)
-        use = (
-            f"wrote {out}: echelon plan MODEL --cluster {out}"
-            if out
-            else "to plan with these, write them with --out mine.toml"
-        )
+        use = "to plan with these, write them with --out mine.toml"
+        if out:
+            use = f"wrote {out}: echelon plan MODEL --cluster {out}"
         console.print(f"\n{use}", soft_wrap=True)
 
 
@@ -254,55 +215,43 @@ def _show(
 def _profile(options: BenchOptions, device: BenchDevice, path: Path, as_json: bool) -> bool:
     """Profile our steps, write both files and print the breakdown; true if any step ran."""
     from echelon.bench import bench_request, subprocess_bench
-    from echelon.bench.profile import breakdown
-
-    requests = bench_request.plan_profiles(options, device)
-    found: list[Breakdown] = []
-    failed: dict[str, str] = {}
-    with _progress_bar(len(requests)) as announce:
-        for request in requests:
-            announce(str(request))
-            output = subprocess_bench.run_in_subprocess("echelon.bench.profile.step_profile", request)
-            if "failed" in output:
-                failed[str(request)] = output["failed"]
-            else:
-                found.append(breakdown.from_dict(output))
-    if found:
-        _write_profile(path, found)
-    if as_json:
-        print_json({**breakdown.to_json(found), "failed": failed})
-    else:
-        _show_profile(found, failed, path)
-    return bool(found)
-
-
-def _write_profile(path: Path, found: Sequence[Breakdown]) -> None:
     from echelon.bench.profile import breakdown, breakdown_svg
 
-    texts: dict[str, str] = {
-        ".json": json.dumps(breakdown.to_json(found), indent=1) + "\n",
-        ".svg": breakdown_svg.as_svg(found),
-    }
-    try:
-        for ending, text in texts.items():
-            path.with_suffix(ending).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"the profile cannot be written ({path}: {error.strerror}); give another file") from error
+    measurements = bench_request.plan_profiles(options, device)
+    breakdowns: list[Breakdown] = []
+    failed: dict[str, str] = {}
+    with _progress_bar(len(measurements)) as announce:
+        for measurement in measurements:
+            announce(str(measurement))
+            result = subprocess_bench.run_in_subprocess("echelon.bench.profile.step_profile", measurement)
+            if "failed" in result:
+                failed[str(measurement)] = result["failed"]
+            else:
+                breakdowns.append(breakdown.from_dict(result))
+    if breakdowns:
+        text = json.dumps(breakdown.to_json(breakdowns), indent=1) + "\n"
+        write_text(path.with_suffix(".json"), text, "profile", "file")
+        write_text(path.with_suffix(".svg"), breakdown_svg.as_svg(breakdowns), "profile", "file")
+    if as_json:
+        print_json({**breakdown.to_json(breakdowns), "failed": failed})
+    else:
+        _show_profile(breakdowns, failed, path)
+    return bool(breakdowns)
 
 
-def _show_profile(found: Sequence[Breakdown], failed: dict[str, Any], path: Path) -> None:
+def _show_profile(breakdowns: Sequence[Breakdown], failed: dict[str, str], path: Path) -> None:
     from rich.console import Console
 
     from echelon.bench.tables import breakdown_table
 
     console = Console()
-    for one in found:
-        console.print(breakdown_table.heading(one), highlight=False)
-        console.print(breakdown_table.breakdown_table(one))
-        for line in breakdown_table.remarks(one):
+    for breakdown in breakdowns:
+        console.print(breakdown_table.heading(breakdown), highlight=False)
+        console.print(breakdown_table.breakdown_table(breakdown))
+        for line in breakdown_table.remarks(breakdown):
             console.print(line, style="dim", soft_wrap=True, markup=False, highlight=False)
         console.print()
     for name, why in failed.items():
         console.print(f"{name}: {why}", style="red", soft_wrap=True, markup=False, highlight=False)
-    if found:
+    if breakdowns:
         console.print(f"wrote {path.with_suffix('.json')} and {path.with_suffix('.svg')}", soft_wrap=True)

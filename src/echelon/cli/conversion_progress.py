@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from echelon.cli.cli_errors import print_json
 from echelon.layout.validation_error import ValidationError, ValidationIssue
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def parse_file_size(text: str) -> int:
         num_bytes = 0
     if num_bytes < 1:
         rule, legal = "is not a valid file size", "a number and KB, MB, GB or TB: 5GB"
-        raise ValidationError([ValidationIssue(key="shard-size", value=text, message=rule, legal=legal)])
+        raise ValidationError([ValidationIssue("shard-size", text, rule, legal=legal)])
     return num_bytes
 
 
@@ -40,7 +41,10 @@ def progress_bar(total: int) -> Iterator[Callable[[int], None]]:
         yield lambda some: bar.advance(task, some)
 
 
-def print_result(done: ConversionResult) -> None:
+def print_result(done: ConversionResult, as_json: bool) -> None:
+    if as_json:
+        print_json(done.to_json())
+        return
     files = sum(name.endswith(".safetensors") for name in done.files)
     config = done.model.config
     print(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from echelon.cli.cli_errors import print_json, report_errors
+from echelon.cli.cli_options import AsJson, optional
 from echelon.layout.validation_error import ValidationError, ValidationIssue, did_you_mean
 
 if TYPE_CHECKING:
@@ -37,31 +38,17 @@ def command(
             show_default=False,
         ),
     ] = "",
-    stages: Annotated[
-        int | None, typer.Option(help=f"Ranks of the pipeline. Default: {DEFAULT_STAGES}.", show_default=False)
-    ] = None,
-    microbatches: Annotated[
-        int | None, typer.Option(help=f"Microbatches per step. Default: {DEFAULT_MICROBATCHES}.", show_default=False)
-    ] = None,
-    chunks: Annotated[
-        int | None, typer.Option(help="Chunks (virtual stages) per rank. Default: the schedule's.", show_default=False)
-    ] = None,
-    slices: Annotated[
-        int | None, typer.Option(help="Token slices per sequence (terapipe). Default: 1.", show_default=False)
-    ] = None,
-    forward: Annotated[float | None, typer.Option(help="Seconds of a forward. Default: 1.", show_default=False)] = None,
-    input_grad: Annotated[
-        float | None, typer.Option(help="Seconds of a stage's input gradient. Default: 1.", show_default=False)
-    ] = None,
-    weight_grad: Annotated[
-        float | None, typer.Option(help="Seconds of a stage's weight gradients. Default: 1.", show_default=False)
-    ] = None,
-    link: Annotated[
-        float | None, typer.Option(help="Seconds of a p2p transfer between ranks. Default: 0.", show_default=False)
-    ] = None,
+    stages: Annotated[int | None, optional(f"Ranks of the pipeline. Default: {DEFAULT_STAGES}.")] = None,
+    microbatches: Annotated[int | None, optional(f"Microbatches per step. Default: {DEFAULT_MICROBATCHES}.")] = None,
+    chunks: Annotated[int | None, optional("Chunks (virtual stages) per rank. Default: the schedule's.")] = None,
+    slices: Annotated[int | None, optional("Token slices per sequence (terapipe). Default: 1.")] = None,
+    forward: Annotated[float | None, optional("Seconds of a forward. Default: 1.")] = None,
+    input_grad: Annotated[float | None, optional("Seconds of a stage's input gradient. Default: 1.")] = None,
+    weight_grad: Annotated[float | None, optional("Seconds of a stage's weight gradients. Default: 1.")] = None,
+    link: Annotated[float | None, optional("Seconds of a p2p transfer between ranks. Default: 0.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write the picture to this SVG file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with zoom and hover to this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Draw a pipeline schedule, or a run: its planned over its measured timeline, and its expert load."""
     sizes = {"stages": stages, "microbatches": microbatches, "chunks": chunks, "slices": slices}
@@ -70,9 +57,8 @@ def command(
     files = {"svg": svg, "html": html}
     with report_errors(as_json):
         if not what:
-            _reject_options(
-                {**given, **{key: path for key, path in files.items() if path}}, "requires a schedule or a run to draw"
-            )
+            given_files = {key: path for key, path in files.items() if path}
+            _reject_options({**given, **given_files}, "requires a schedule or a run to draw")
             _list_schedules(as_json)
             return
         picture = _picture(what, given)
@@ -87,9 +73,7 @@ def command(
 
 def _reject_options(given: dict[str, Any], rule: str) -> None:
     if given:
-        raise ValidationError(
-            [ValidationIssue(key=f"--{key}", value=str(value), message=rule) for key, value in given.items()]
-        )
+        raise ValidationError([ValidationIssue(f"--{key}", str(value), rule) for key, value in given.items()])
 
 
 def _picture(what: str, given: dict[str, Any]) -> RunPicture:
@@ -103,9 +87,7 @@ def _picture(what: str, given: dict[str, Any]) -> RunPicture:
         return RunPicture.from_run(Path(what))
     rule = "is neither a schedule nor the directory of a run"
     legal = f"{', '.join(FAMILIES)}, {FILE_PREFIX}PATH, a run's directory"
-    raise ValidationError(
-        [ValidationIssue(key="draw", value=what, message=rule, legal=legal, hint=did_you_mean(what, FAMILIES))]
-    )
+    raise ValidationError([ValidationIssue("draw", what, rule, legal=legal, hint=did_you_mean(what, FAMILIES))])
 
 
 def _simulate(name: str, given: dict[str, Any]) -> Timeline:
@@ -113,14 +95,12 @@ def _simulate(name: str, given: dict[str, Any]) -> Timeline:
     from echelon.pipeline.simulate import Durations, simulate
 
     faults = [
-        ValidationIssue(key=f"--{key}", value=str(given[key]), message="is too small", legal="1 or more")
+        ValidationIssue(f"--{key}", str(given[key]), "is too small", legal="1 or more")
         for key in SIZE_OPTIONS
         if given.get(key, 1) < 1
     ]
     faults += [
-        ValidationIssue(
-            key=f"--{key}", value=str(given[key]), message="is not a valid duration", legal="seconds, 0 or more"
-        )
+        ValidationIssue(f"--{key}", str(given[key]), "is not a valid duration", legal="seconds, 0 or more")
         for key in ("forward", "input-grad", "weight-grad", "link")
         if not 0 <= given.get(key, 0.0) < float("inf")
     ]
@@ -144,13 +124,8 @@ def _build_schedule(name: str, given: dict[str, Any]) -> Schedule:
 
     if name.startswith(FILE_PREFIX):
         return _read_schedule(name.removeprefix(FILE_PREFIX), given)
-    return make_schedule(
-        name,
-        given.get("stages", DEFAULT_STAGES),
-        given.get("microbatches", DEFAULT_MICROBATCHES),
-        chunks=given.get("chunks", 0),
-        slices=given.get("slices", 1),
-    )
+    stages, microbatches = given.get("stages", DEFAULT_STAGES), given.get("microbatches", DEFAULT_MICROBATCHES)
+    return make_schedule(name, stages, microbatches, chunks=given.get("chunks", 0), slices=given.get("slices", 1))
 
 
 def _read_schedule(path: str, given: dict[str, Any]) -> Schedule:
@@ -158,11 +133,10 @@ def _read_schedule(path: str, given: dict[str, Any]) -> Schedule:
     from echelon.pipeline.schedules import schedule_file
 
     schedule = schedule_file.load_schedule(path)
-    has = {"stages": schedule.ranks, "microbatches": schedule.microbatches, "slices": schedule.slices}
-    has["chunks"] = schedule.stages // schedule.ranks
-    _reject_options(
-        {key: given[key] for key in SIZE_OPTIONS if given.get(key, has[key]) != has[key]}, "does not match the file"
-    )
+    sizes = {"stages": schedule.ranks, "microbatches": schedule.microbatches, "slices": schedule.slices}
+    sizes["chunks"] = schedule.stages // schedule.ranks
+    different = {key: given[key] for key in SIZE_OPTIONS if given.get(key, sizes[key]) != sizes[key]}
+    _reject_options(different, "does not match the file")
     return schedule
 
 
@@ -170,16 +144,8 @@ def _write(kind: str, path: Path, picture: RunPicture) -> None:
     try:
         path.write_text(picture.as_svg() if kind == "svg" else picture.as_html(), encoding="utf-8")
     except OSError as error:
-        raise ValidationError(
-            [
-                ValidationIssue(
-                    key=f"--{kind}",
-                    value=str(path),
-                    message=f"cannot be written ({error.strerror})",
-                    hint="choose another",
-                )
-            ]
-        ) from error
+        rule = f"cannot be written ({error.strerror})"
+        raise ValidationError([ValidationIssue(f"--{kind}", str(path), rule, hint="choose another")]) from error
 
 
 def _picture_json(picture: RunPicture) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from echelon.cli import conversion_progress
-from echelon.cli.cli_errors import print_json, report_errors
+from echelon.cli.cli_errors import report_errors
+from echelon.cli.cli_options import AsJson
 
 EXAMPLES = """[bold]Examples[/bold]\n
 echelon export runs/llama-tiny-20250131-120000 out\n
@@ -34,7 +35,7 @@ def command(
     shard_size: Annotated[str, typer.Option(help="Maximum size of a file.")] = "5GB",
     average: Annotated[bool, typer.Option("--average", help="Export the EMA of the weights (optimizer.ema).")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the initial weights of a named size.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Export a model as a Hugging Face model. Fails unless transformers computes the same logits with it."""
     with report_errors(as_json):
@@ -44,11 +45,7 @@ def command(
 
         if average and not is_run_or_checkpoint(source):
             raise ValueError(f"--average requires a run or a checkpoint (source {source})")
-        given = load_trained_model(source, ema=average) if is_run_or_checkpoint(source) else source
-        done = export_model(
-            given, out, dtype=dtype, max_shard_bytes=largest, seed=seed, progress=conversion_progress.progress_bar
-        )
-    if as_json:
-        print_json(done.to_json())
-    else:
-        conversion_progress.print_result(done)
+        model = load_trained_model(source, ema=average) if is_run_or_checkpoint(source) else source
+        progress = conversion_progress.progress_bar
+        done = export_model(model, out, dtype=dtype, max_shard_bytes=largest, seed=seed, progress=progress)
+    conversion_progress.print_result(done, as_json)

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from echelon.cli import conversion_progress
-from echelon.cli.cli_errors import print_json, report_errors
+from echelon.cli.cli_errors import report_errors
+from echelon.cli.cli_options import AsJson
 
 EXAMPLES = """[bold]Examples[/bold]\n
 echelon import Llama-2-7b-hf llama-7b\n
@@ -27,22 +28,13 @@ def command(
     check: Annotated[
         bool, typer.Option("--check", help="Compare logits with those of transformers' own model.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Import a Hugging Face model. No pickle is opened, and no code of the model is run."""
     with report_errors(as_json):
         largest = conversion_progress.parse_file_size(shard_size)
         from echelon.checkpoint.hf.convert_model import import_model
 
-        done = import_model(
-            source,
-            out,
-            dtype=dtype,
-            max_shard_bytes=largest,
-            with_check=check,
-            progress=conversion_progress.progress_bar,
-        )
-    if as_json:
-        print_json(done.to_json())
-    else:
-        conversion_progress.print_result(done)
+        progress = conversion_progress.progress_bar
+        done = import_model(source, out, dtype=dtype, max_shard_bytes=largest, with_check=check, progress=progress)
+    conversion_progress.print_result(done, as_json)

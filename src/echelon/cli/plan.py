@@ -9,14 +9,13 @@ import typer
 
 from echelon.cli import cli_errors
 from echelon.cli.cli_errors import report_errors
+from echelon.cli.cli_options import AsJson, optional, write_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from echelon.planning.explain.failure_cost import PredictedGoodput
     from echelon.planning.planner import PlanResult
-    from echelon.planning.priced_plan import Plan
-    from echelon.planning.search.memory_savings import MemorySaving
 
 EXAMPLES = """[bold]Examples[/bold]\n
 echelon plan llama-8b --cluster 8xh100\n
@@ -35,21 +34,15 @@ def command(
     cluster: Annotated[
         str, typer.Option(help="Devices: 8xh100, 64xa100-80:eth, 8xh100+8xa100-80, a TOML file, or here.")
     ] = "here",
-    batch: Annotated[int, typer.Option(help="Sequences per step. Default: 16 per device.", show_default=False)] = 0,
-    seq_len: Annotated[
-        int, typer.Option(help="Tokens per sequence. Default: the model's, at most 4096.", show_default=False)
-    ] = 0,
+    batch: Annotated[int, optional("Sequences per step. Default: 16 per device.")] = 0,
+    seq_len: Annotated[int, optional("Tokens per sequence. Default: the model's, at most 4096.")] = 0,
     layout: Annotated[str, typer.Option(help="Price this layout instead of searching.")] = "",
     fix: Annotated[str, typer.Option(help="Layout keys to fix in the search: tp=8,schedule=zb-v.")] = "",
     precision: Annotated[str, typer.Option(help="GEMM precision: bf16, fp16, fp8, fp4 or fp32.")] = "bf16",
     objective: Annotated[str, typer.Option(help="What to minimise: time, cost, energy or devices.")] = "time",
     plan_only: Annotated[bool, typer.Option(help="Also rank layouts that cannot be trained yet.")] = False,
-    tokens: Annotated[
-        float, typer.Option(help="Estimate days and dollars for this number of tokens: 1e12.", show_default=False)
-    ] = 0.0,
-    imbalance: Annotated[
-        float, typer.Option(help="Max/mean expert load across ep ranks. Default: 1.3.", show_default=False)
-    ] = 0.0,
+    tokens: Annotated[float, optional("Estimate days and dollars for this number of tokens: 1e12.")] = 0.0,
+    imbalance: Annotated[float, optional("Max/mean expert load across ep ranks. Default: 1.3.")] = 0.0,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Keys as in train: optimizer.*, clip, compress or memory.*."),
@@ -61,15 +54,14 @@ def command(
         bool, typer.Option("--goodput", help="Estimate the cost of failures in a long run, and how often to save.")
     ] = False,
     device_hours: Annotated[
-        float,
-        typer.Option(help="Mean hours between failures of one device. Default: Llama 3's, 50,700.", show_default=False),
+        float, optional("Mean hours between failures of one device. Default: Llama 3's, 50,700.")
     ] = 0.0,
     top: Annotated[int, typer.Option(min=1, help="Plans to show.")] = 5,
     correct: Annotated[
         str, typer.Option(metavar="RUN", help="Correct times by this run's measured over predicted time.")
     ] = "",
     html: Annotated[Path | None, typer.Option(help="Write one self-contained page to this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Rank layouts of a model on a cluster by predicted time and memory, or price one. Needs no device."""
     with report_errors(as_json):
@@ -107,16 +99,22 @@ def command(
     if as_json:
         report = {"plans": [plan.to_json() for plan in result.plans], "reasons": list(result.explanation)}
         if memory_savings:
-            report["savings"] = [one.to_json() for one in memory_savings]
+            report["savings"] = [saving.to_json() for saving in memory_savings]
         if predicted_goodput is not None:
             report["goodput"] = predicted_goodput.to_json()
         cli_errors.print_json(report)
     else:
         _show(result, model, html, given)
+        from rich.console import Console
+
         if best is not None and memory_savings:
-            _show_savings(best, memory_savings)
+            from echelon.planning.show.savings_table import savings_report
+
+            Console().print(savings_report(best, memory_savings))
         if predicted_goodput is not None:
-            _show_goodput(result.plans[0], predicted_goodput)
+            from echelon.planning.show.goodput_text import goodput_report
+
+            Console().print(goodput_report(result.plans[0], predicted_goodput))
     if not result.plans or not result.plans[0].fits:
         raise typer.Exit(cli_errors.EXIT_FAILED)
 
@@ -125,15 +123,9 @@ def _write_html(path: Path, result: PlanResult, model: str, given: Sequence[str]
     from echelon.planning.planner import train_command
     from echelon.planning.show.plan_html import plans_html
 
-    text = plans_html(
-        result.plans,
-        title=f"{model} on {result.plans[0].scenario.cluster.name}",
-        command=train_command(result.plans[0], model, given),
-    )
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"the page cannot be written ({path}: {error.strerror}); give another --html") from error
+    best = result.plans[0]
+    title, command = f"{model} on {best.scenario.cluster.name}", train_command(best, model, given)
+    write_text(path, plans_html(result.plans, title=title, command=command), "page", "--html")
 
 
 def _estimate_goodput(result: PlanResult, device_hours: float) -> PredictedGoodput | None:
@@ -142,22 +134,6 @@ def _estimate_goodput(result: PlanResult, device_hours: float) -> PredictedGoodp
     if device_hours < 0:
         raise ValueError(f"--device-hours must be positive ({device_hours:g})")
     return predict_goodput(result.plans[0], device_hours=device_hours or DEVICE_HOURS) if result.plans else None
-
-
-def _show_goodput(plan: Plan, result: PredictedGoodput) -> None:
-    from rich.console import Console
-
-    from echelon.planning.show.goodput_text import goodput_report
-
-    Console().print(goodput_report(plan, result))
-
-
-def _show_savings(plan: Plan, result: Sequence[MemorySaving]) -> None:
-    from rich.console import Console
-
-    from echelon.planning.show.savings_table import savings_report
-
-    Console().print(savings_report(plan, result))
 
 
 def _show(result: PlanResult, model: str, html: Path | None, given: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from echelon.cli.cli_errors import print_json, report_errors
+from echelon.cli.cli_options import AsJson
 
 if TYPE_CHECKING:
     from echelon.planning.calibrate.scoring import Score
@@ -20,7 +21,7 @@ echelon score measurements.csv --json
 
 def command(
     table: Annotated[Path, typer.Argument(help="A CSV of measured runs; docs/planning.md lists its columns.")],
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Predict every run of a table and compare with the measurements."""
     with report_errors(as_json):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from echelon.cli.cli_errors import print_json, report_errors
+from echelon.cli.cli_options import AsJson
 
 if TYPE_CHECKING:
     from echelon.config.run_config import Config
@@ -52,7 +53,7 @@ def command(
         str, typer.Option(metavar="RUN", help="Resume a run from its newest checkpoint, or from the given one.")
     ] = "",
     keys: Annotated[bool, typer.Option("--keys", help="List every configuration key and exit.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train a model."""
     if keys:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from echelon.cli.cli_errors import print_json, report_errors
+from echelon.cli.cli_options import AsJson
 from echelon.layout.validation_error import ValidationError, ValidationIssue
 
 if TYPE_CHECKING:
@@ -40,17 +41,15 @@ def command(
     leave_out: Annotated[
         str, typer.Option(metavar="AXIS:COLLECTIVE", help="Leave out a collective, to see verify fail: tp:all_gather.")
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check layouts against one device, in float64, on a shrunken model."""
     with report_errors(as_json):
         from echelon.verification.verify_request import VerifyRequest
 
         if every and (config or model or layouts):
-            rule = "verifies all built-in models and layouts"
-            raise ValidationError(
-                [ValidationIssue(key="all", value="true", message=rule, legal="--all alone, or the others without it")]
-            )
+            rule, legal = "verifies all built-in models and layouts", "--all alone, or the others without it"
+            raise ValidationError([ValidationIssue("all", "true", rule, legal=legal)])
         case, wanted = VerifyRequest(config=config, layouts=layouts, model=model, leave_out=leave_out).resolve()
         shown = _VerdictTable(as_json)
         report = _verify(case, wanted, leave_out, every, shown)
@@ -92,8 +91,7 @@ class _VerdictTable:
             self.console.print(Text("      " + text, style="red"), soft_wrap=True)
 
     def summary(self, report: Report) -> None:
-        count = sum(verdict.passed for verdict in report.verdicts)
-        total = len(report.verdicts)
+        count, total = sum(verdict.passed for verdict in report.verdicts), len(report.verdicts)
         seconds = sum(verdict.seconds for verdict in report.verdicts)
         style = "bold green" if report.passed else "bold red"
         outcome = "compute what one device computes, to 1e-10" if report.passed else "pass"
@@ -102,9 +100,9 @@ class _VerdictTable:
 
 def _explain(verdict: LayoutVerdict) -> list[str]:
     first = verdict.first_difference
-    lines: list[str] = []
-    if first is not None:
-        what = f"{first.kind} of {first.name}" if first.name else first.kind
-        lines.append(f"first difference: {what} at step {first.step + 1}, error {first.error:.1e}; axis {verdict.axis}")
-    lines += verdict.trouble.splitlines()
-    return lines
+    trouble = verdict.trouble.splitlines()
+    if first is None:
+        return trouble
+    what = f"{first.kind} of {first.name}" if first.name else first.kind
+    difference = f"{what} at step {first.step + 1}, error {first.error:.1e}; axis {verdict.axis}"
+    return [f"first difference: {difference}", *trouble]
