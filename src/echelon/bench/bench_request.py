@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,6 @@ SECTIONS = ("devices", "steps")
 NO_PEER = "none"
 RECOMPUTE = ("none", "ops", "selective", "full", "sqrt")
 """the options to compare; `budget` chooses among them, and `every:N` recomputes as `full` does"""
-STEP_OPTIONS = (
-    "shapes",
-    "precision",
-    "peers",
-    "against",
-    "steps",
-    "states",
-    "recompute",
-    "batch",
-    "seq_len",
-    "profile",
-)
-"""options that concern steps, not devices"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +30,6 @@ class BenchOptions:
 
     only: str = ""
     out: Path | None = None
-    profile: Path | None = None
     shapes: str = ""
     precision: str = ""
     peers: str = ""
@@ -53,6 +39,7 @@ class BenchOptions:
     recompute: str = ""
     batch: int | None = None
     seq_len: int | None = None
+    profile: Path | None = None
 
     @property
     def with_devices(self) -> bool:
@@ -66,6 +53,10 @@ class BenchOptions:
     def peer_folder(self) -> str:
         """Where the peers' wheels are unpacked, or ""."""
         return self.peers or (str(peers.PEER_FOLDER) if peers.PEER_FOLDER.is_dir() else "")
+
+
+STEP_OPTIONS = tuple(field.name for field in fields(BenchOptions) if field.name not in ("only", "out"))
+"""options that concern steps, not devices"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,19 +80,12 @@ def check_options(options: BenchOptions) -> None:
 
 def _name_errors(options: BenchOptions) -> Iterator[ValidationIssue]:
     lists = {"shapes": REFERENCE_SHAPES, "precision": PRECISIONS, "against": (*peers.PEER_NAMES, NO_PEER)}
-    for key, legal in lists.items():
-        for word in _split_names(getattr(options, key)):
+    choices = {"only": SECTIONS, "states": STATE_DTYPES, "recompute": RECOMPUTE}
+    for key, legal in {**lists, **choices}.items():
+        given: str = getattr(options, key)
+        for word in _split_names(given) if key in lists else [given] if given else []:
             if word not in legal:
-                yield _unknown(key, word, legal)
-    for key, legal in {"only": SECTIONS, "states": STATE_DTYPES, "recompute": RECOMPUTE}.items():
-        word = getattr(options, key)
-        if word and word not in legal:
-            yield _unknown(key, word, legal)
-
-
-def _unknown(key: str, word: str, legal: Iterable[str]) -> ValidationIssue:
-    names = list(legal)
-    return _fault(key, word, "is unknown", legal=", ".join(names), hint=did_you_mean(word, names))
+                yield _fault(key, word, "is unknown", legal=", ".join(legal), hint=did_you_mean(word, legal))
 
 
 def _number_errors(options: BenchOptions) -> Iterator[ValidationIssue]:
@@ -145,13 +129,12 @@ def _conflict_errors(options: BenchOptions) -> Iterator[ValidationIssue]:
     if options.profile is not None:
         for key in ("peers", "against"):
             if value := getattr(options, key):
-                yield _fault(
-                    key, value, "is incompatible with --profile, which measures echelon alone", hint="remove it"
-                )
+                rule = "is incompatible with --profile, which measures echelon alone"
+                yield _fault(key, value, rule, hint="remove it")
 
 
 def _fault(key: str, value: Any, rule: str, *, legal: str = "", hint: str = "") -> ValidationIssue:
-    return ValidationIssue(key=f"--{key.replace('_', '-')}", value=str(value), message=rule, legal=legal, hint=hint)
+    return ValidationIssue(f"--{key.replace('_', '-')}", str(value), rule, legal=legal, hint=hint)
 
 
 def _split_names(text: str) -> list[str]:
@@ -173,13 +156,10 @@ def plan_measurements(options: BenchOptions, device: BenchDevice, *, quick: bool
     for shape in _shapes(options, device, left_out):
         for precision in _precisions(options, device):
             ours = _measurement(shape, precision, options, device, quick)
-            measurements.append(ours)
-            others = [peer for peer in against if peer.precision == precision_family(precision)]
             recompute = options.recompute if options.recompute in peers.PEER_RECOMPUTE else shape.peer_recompute
-            measurements += (
-                replace(ours, who=peer.name, precision=peer.precision, recompute=recompute, states="float32")
-                for peer in others
-            )
+            theirs = replace(ours, recompute=recompute, states="float32")
+            others = [peer for peer in against if peer.precision == precision_family(precision)]
+            measurements += [ours, *(replace(theirs, who=peer.name, precision=peer.precision) for peer in others)]
     return BenchPlan(measurements=tuple(dict.fromkeys(measurements)), left_out=left_out)
 
 

@@ -43,21 +43,18 @@ class BenchRow:
     def is_ours(self) -> bool:
         return self.who == ECHELON
 
+    @property
+    def workload(self) -> tuple[str, int, str]:
+        """What rows must share to be compared."""
+        return self.shape, self.seq, precision_family(self.precision)
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def make_row(measurement: Measurement, result: BenchResult, peak: float) -> BenchRow:
     """The row of a result; `peak` is the device's bf16 peak in FLOP/s."""
-    row = BenchRow(
-        shape=measurement.shape,
-        seq=measurement.seq_len,
-        batch=measurement.batch,
-        precision=measurement.precision,
-        who=measurement.who,
-        recompute=measurement.recompute,
-        states=measurement.states,
-    )
+    row = BenchRow(who=measurement.who, **measurement.settings)
     if "failed" in result:
         return replace(row, failed=result["failed"])
     model, rate = measurement.model, measurement.tokens / result["step_s"]
@@ -85,15 +82,9 @@ def add_peer_ratios(rows: Sequence[BenchRow]) -> list[BenchRow]:
 def _with_best_peer(row: BenchRow, rows: Sequence[BenchRow]) -> BenchRow:
     if row.tokens_per_s is None:
         return row
-    same = (row.shape, row.seq, precision_family(row.precision))
-    others = [
-        (other.tokens_per_s, other.who)
-        for other in rows
-        if not other.is_ours
-        and other.tokens_per_s is not None
-        and (other.shape, other.seq, precision_family(other.precision)) == same
-    ]
-    if not others:
+    peers = [other for other in rows if not other.is_ours and other.workload == row.workload]
+    rates = [(peer.tokens_per_s, peer.who) for peer in peers if peer.tokens_per_s is not None]
+    if not rates:
         return row
-    rate, name = max(others)
+    rate, name = max(rates)
     return replace(row, peer=name, ratio=row.tokens_per_s / rate)

@@ -32,7 +32,7 @@ def _prepare_step(measurement: Measurement) -> tuple[StepFunction, str]:
     if measurement.who == ECHELON:
         return echelon_step.prepare(measurement), ECHELON
     peer = find_peer(measurement.who, measurement.precision)
-    module = importlib.import_module(f"echelon.bench.peers.{peer.module}")
+    module = importlib.import_module(f"echelon.bench.peers.{peer.name}")
     return getattr(module, peer.prepare)(measurement), peer.packages[0]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from echelon.bench.reference_shapes import reference_model
 from echelon.models.model_config import ModelConfig
@@ -37,6 +38,12 @@ class Measurement:
 
     def __str__(self) -> str:
         return f"{self.shape}, {self.precision}, {self.who}"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What results state of the measured step, by the names that they use."""
+        names = ("shape", "batch", "precision", "recompute", "states")
+        return {**{name: getattr(self, name) for name in names}, "seq": self.seq_len}
 
     @property
     def model(self) -> ModelConfig:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.bench.measurement import ECHELON
+from echelon.bench.profile.min_bytes import STATE_BYTES
 from echelon.bench.reference_shapes import REFERENCE_SHAPES, reference_model
 from echelon.layout import Layout
 from echelon.models.model_config import ModelConfig
@@ -21,7 +22,6 @@ from echelon.planning.cluster import cluster
 from echelon.planning.model.model_sources import config_shape
 from echelon.planning.scenario import Scenario
 
-STATE_BYTES = {"float32": 4, "bfloat16": 2}
 PLANNED_PRECISION = {"fp8-row": "fp8"}
 """precisions that the planner does not distinguish"""
 
@@ -57,7 +57,7 @@ def _steps(rows: list[Mapping[str, Any]], kind: str) -> Iterator[MeasuredStep]:
         if row["who"] != ECHELON or row["failed"]:
             continue
         precision, states = row["precision"], row["states"]
-        case = Scenario(
+        scenario = Scenario(
             shape=config_shape(_model(row)),
             cluster=cluster.parse_cluster(f"1x{kind}"),
             layout=Layout(microbatch=row["batch"], recompute=row["recompute"]),
@@ -65,6 +65,5 @@ def _steps(rows: list[Mapping[str, Any]], kind: str) -> Iterator[MeasuredStep]:
             precision=PLANNED_PRECISION.get(precision, precision),
             moment_bytes=STATE_BYTES[states],
         )
-        yield MeasuredStep(
-            scenario=case, precision=precision, states=states, seconds=row["step_s"], peak_bytes=int(row["peak_bytes"])
-        )
+        seconds, peak = row["step_s"], int(row["peak_bytes"])
+        yield MeasuredStep(scenario=scenario, precision=precision, states=states, seconds=seconds, peak_bytes=peak)

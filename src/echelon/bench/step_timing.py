@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,11 +39,9 @@ def time_steps(step: StepFunction, measurement: Measurement, *, process_start: f
     for _ in range(measurement.timed_steps):
         seconds_once, read = _time_once(step, device)
         seconds.append(seconds_once)
-    loss = read()
+    loss, steps = read(), measurement.warmup_steps + measurement.timed_steps
     if not math.isfinite(loss):
-        raise ValueError(
-            f"the loss is not finite (loss={loss} after {measurement.warmup_steps + measurement.timed_steps} steps)"
-        )
+        raise ValueError(f"the loss is not finite (loss={loss} after {steps} steps)")
     return StepTiming(first_s=first, step_s=statistics.median(seconds))
 
 
@@ -69,8 +68,5 @@ def random_tokens(measurement: Measurement) -> tuple[Tensor, Tensor]:
     """Tokens and targets of a step, [batch, seq_len], drawn from the full vocabulary, on the device."""
     shape = (measurement.batch, measurement.seq_len)
     generator = torch.Generator(device=measurement.device).manual_seed(0)
-    tokens, targets = (
-        torch.randint(0, measurement.model.vocab, shape, generator=generator, device=measurement.device)
-        for _ in range(2)
-    )
-    return tokens, targets
+    draw = partial(torch.randint, 0, measurement.model.vocab, shape, generator=generator, device=measurement.device)
+    return draw(), draw()

@@ -22,11 +22,10 @@ class Peer:
     """One framework, in one precision, on one type of device."""
 
     name: str
+    """also of its module in this package"""
     precision: str
     device_type: str
     """cuda or cpu"""
-    module: str
-    """in this package"""
     packages: tuple[str, ...]
     """packages that it requires; the first one's version is reported"""
     prepare: str = "prepare"
@@ -38,23 +37,16 @@ class Peer:
 
 
 PEERS = (
-    Peer(
-        name="torchtitan",
-        precision="bf16",
-        device_type="cuda",
-        module="torchtitan",
-        packages=("torchtitan", "torchdata"),
-    ),
+    Peer(name="torchtitan", precision="bf16", device_type="cuda", packages=("torchtitan", "torchdata")),
     Peer(
         name="torchtitan",
         precision="fp8",
         device_type="cuda",
-        module="torchtitan",
         prepare="prepare_float8",
         packages=("torchtitan", "torchdata", "torchao"),
     ),
-    Peer(name="transformers", precision="bf16", device_type="cuda", module="transformers", packages=("transformers",)),
-    Peer(name="transformers", precision="fp32", device_type="cpu", module="transformers", packages=("transformers",)),
+    Peer(name="transformers", precision="bf16", device_type="cuda", packages=("transformers",)),
+    Peer(name="transformers", precision="fp32", device_type="cpu", packages=("transformers",)),
 )
 PEER_NAMES = tuple(dict.fromkeys(peer.name for peer in PEERS))
 

@@ -69,7 +69,7 @@ def from_json(text: str) -> list[Breakdown]:
 
 
 def from_dict(values: dict[str, Any]) -> Breakdown:
-    """The breakdown of breakdown profile's values."""
+    """The breakdown with the values of `asdict`."""
     parts = tuple(StepPart(**part) for part in values["parts"])
     kernels = tuple(KernelTime(**kernel) for kernel in values["kernels"])
     return Breakdown(**{**values, "parts": parts, "kernels": kernels})

@@ -80,12 +80,8 @@ def _row(name: str, seconds: float, floor: float, y: float, scale: float, *, wei
         top = middle - (THICK + 1 + THIN) / 2
         yield _bar(LEFT, top, seconds * scale, THICK, "measured")
         yield _bar(LEFT, top + THICK + 1, floor * scale, THIN, "floor")
-    numbers = {
-        "measured": _ms(seconds),
-        "floor": _ms(floor) if floor else "–",
-        "above it": _format_excess(seconds - floor),
-    }
-    for column, text in numbers.items():
+    texts = (_ms(seconds), _ms(floor) if floor else "–", _format_excess(seconds - floor))
+    for column, text in zip(COLUMNS, texts, strict=True):
         css_class = "more" if text.startswith("+") else "ink"
         yield _text(COLUMNS[column], middle + 4.5, text, 13, css_class=css_class, anchor="end", weight=weight)
 

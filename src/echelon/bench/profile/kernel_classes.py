@@ -34,7 +34,7 @@ _COMPILED_PATTERNS = {name: re.compile(pattern, re.IGNORECASE) for name, pattern
 def kernel_category(kernel: str) -> str:
     """The part of a step that a kernel belongs to.
 
-    >>> category("nvjet_tst_192x192_64x4_2x1_v_bz_coopA_NNT"), category("_swiglu_backward")
+    >>> kernel_category("nvjet_tst_192x192_64x4_2x1_v_bz_coopA_NNT"), kernel_category("_swiglu_backward")
     ('matmuls', 'activation')
     """
     return next((name for name, pattern in _COMPILED_PATTERNS.items() if pattern.search(kernel)), OTHER)

@@ -40,29 +40,20 @@ class Roofline:
 def measure_roofline(measurement: Measurement) -> Roofline:
     device, model, tokens = torch.device(measurement.device), measurement.model, measurement.tokens
     gemm_seconds = _fp8_gemm_seconds if measurement.precision.startswith("fp8") else _gemm_seconds
-    kv = model.kv_heads * model.head_dim
-    linear_sizes = (
-        (model.width, model.width + 2 * kv),
-        (model.width, model.width),
-        (model.width, 2 * model.ffn),
-        (model.ffn, model.width),
-    )
+    width, qkv = model.width, model.width + 2 * model.kv_heads * model.head_dim
+    linear_sizes = ((width, qkv), (width, width), (width, 2 * model.ffn), (model.ffn, width))
     matmuls = model.layers * sum(gemm_seconds(measurement, tokens, inputs, outputs) for inputs, outputs in linear_sizes)
     chunk = min(tokens, CHUNK)
-    matmuls += _gemm_seconds(measurement, chunk, model.width, model.vocab) * tokens / chunk
-    copy = _copy_bandwidth(device)
-    seconds = {name: moved / copy for name, moved in min_bytes(measurement).items()}
-    return Roofline(
-        seconds={"matmuls": matmuls, "attention": model.layers * _attention_seconds(measurement), **seconds},
-        copy_bandwidth=copy,
-    )
+    matmuls += _gemm_seconds(measurement, chunk, width, model.vocab) * tokens / chunk
+    bandwidth, attention = _copy_bandwidth(device), model.layers * _attention_seconds(measurement)
+    others = {name: moved / bandwidth for name, moved in min_bytes(measurement).items()}
+    return Roofline(seconds={"matmuls": matmuls, "attention": attention, **others}, copy_bandwidth=bandwidth)
 
 
 def _gemm_seconds(measurement: Measurement, tokens: int, inputs: int, outputs: int) -> float:
     """Seconds of a linear layer's three matmuls: forward, input gradient, weight gradient."""
-    x, weight, gradient = (
-        _random_tensor(measurement, *size) for size in ((tokens, inputs), (outputs, inputs), (tokens, outputs))
-    )
+    sizes = ((tokens, inputs), (outputs, inputs), (tokens, outputs))
+    x, weight, gradient = (_random_tensor(measurement, *size) for size in sizes)
     device = torch.device(measurement.device)
     matmuls = (lambda: x @ weight.t(), lambda: gradient @ weight, lambda: gradient.t() @ x)
     return sum(time_alone(matmul, device) for matmul in matmuls)

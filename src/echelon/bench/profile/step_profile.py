@@ -36,12 +36,12 @@ def profile_step(measurement: Measurement, process_start: float) -> BenchResult:
     device_spans = kernel_spans(trace_steps(step, torch.device(measurement.device)))
     if not device_spans:
         raise RuntimeError("the profiler saw no kernel; stop any other profiler on this device")
-    found = share_time(device_spans)
+    shares = share_time(device_spans)
     del step  # free its memory for the matrices of the floor
     gc.collect()
     if measurement.device == "cuda":
         torch.cuda.empty_cache()
-    return asdict(make_breakdown(measurement, timing.step_s, found, measure_roofline(measurement), steps=STEPS))
+    return asdict(make_breakdown(measurement, timing.step_s, shares, measure_roofline(measurement), steps=STEPS))
 
 
 def trace_steps(step: StepFunction, device: torch.device) -> Mapping[str, Any]:
@@ -54,8 +54,8 @@ def trace_steps(step: StepFunction, device: torch.device) -> Mapping[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
-        found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    return found
+        trace: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    return trace
 
 
 def make_breakdown(
@@ -75,21 +75,15 @@ def make_breakdown(
     for kernel in kernels:
         measured[kernel.part] += kernel.seconds
     measured[kernel_classes.IDLE] = shares.idle / steps
+    floors = roofline.seconds
+    parts = [StepPart(name=name, seconds=s, floor_s=floors.get(name, 0.0)) for name, s in measured.items()]
     return Breakdown(
-        shape=measurement.shape,
-        seq=measurement.seq_len,
-        batch=measurement.batch,
-        precision=measurement.precision,
-        recompute=measurement.recompute,
-        states=measurement.states,
+        **measurement.settings,
         device=torch.cuda.get_device_name() if measurement.device == "cuda" else "this machine's CPU",
         torch=torch.__version__,
         step_s=step_s,
         copy=roofline.copy_bandwidth,
-        parts=tuple(
-            StepPart(name=name, seconds=seconds, floor_s=roofline.seconds.get(name, 0.0))
-            for name, seconds in measured.items()
-        ),
+        parts=tuple(parts),
         kernels=tuple(kernels[:MAX_KERNELS]),
     )
 

@@ -13,9 +13,8 @@ MAX_UNKNOWN = 3
 def heading(breakdown: Breakdown) -> str:
     more = [f"recompute={breakdown.recompute}"] if breakdown.recompute != "none" else []
     more += [f"{breakdown.states} states"] if breakdown.states != "float32" else []
-    settings = ", ".join(
-        [f"{breakdown.seq:,} x {breakdown.batch} tokens", breakdown.precision, *more, breakdown.device]
-    )
+    tokens = f"{breakdown.seq:,} x {breakdown.batch} tokens"
+    settings = ", ".join([tokens, breakdown.precision, *more, breakdown.device])
     return f"[bold]{breakdown.shape}[/bold], {settings}: a step takes {breakdown.step_s * 1e3:.1f} ms"
 
 

@@ -23,8 +23,8 @@ def device_table(rows: Sequence[DeviceMeasurement], cluster: Cluster) -> Table:
     device = cluster.device
     most = {"matmul": device.peak("bf16"), "attention": device.peak("bf16"), "memory": device.bandwidth}
     most |= {"host": device.host_link.bandwidth}
-    found = Table("", "size", "time", "rate", "of the most", box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for column in found.columns[1:]:
+    table = Table("", "size", "time", "rate", "of the most", box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for column in table.columns[1:]:
         column.justify = "right"
     last = ""
     for row in rows:
@@ -32,20 +32,20 @@ def device_table(rows: Sequence[DeviceMeasurement], cluster: Cluster) -> Table:
         last = row.what
         share = row.rate / most.get(row.what, cluster.intra_node.bandwidth)
         size = format_size(row.size) + (f" {row.note}" if row.note else "")
-        found.add_row(f"[cyan]{name}[/cyan]", size, _format_time(row.seconds), _format_rate(row), f"{share:.0%}")
-    return found
+        table.add_row(f"[cyan]{name}[/cyan]", size, _format_time(row.seconds), _format_rate(row), f"{share:.0%}")
+    return table
 
 
 def calibration_lines(cluster: Cluster) -> list[str]:
     """The constants that plans for this machine use in place of those fitted to published runs."""
-    found = calibrate(cluster)
+    constants = calibrate(cluster)
     names = {
         cluster.device.generation: "share of the peak that large matmuls reach",
         "edge": "elements that partly filled tiles add to each side of a matmul",
         "best_attention": "share of the peak that attention reaches",
         "streaming": "share of the memory bandwidth that memory-bound operators reach",
     }
-    changed = {name: (getattr(FITTED_CONSTANTS, name), getattr(found, name)) for name in names}
+    changed = {name: (getattr(FITTED_CONSTANTS, name), getattr(constants, name)) for name in names}
     lines = [f"  {names[name]}: {new:.3g} (was {old:.3g})" for name, (old, new) in changed.items() if old != new]
     if cluster.curves and (link := fit_link(cluster.curves, cluster.per_node)):
         lines.append(f"  between devices: {link.bandwidth / 1e9:.3g} GB/s after {_format_time(link.latency)}")

@@ -18,16 +18,16 @@ WIDE_TERMINAL = 96
 
 
 def step_table(rows: Sequence[BenchRow], *, width: int) -> Table:
-    found = Table(box=None, header_style="bold", padding=(0, 2 if width >= WIDE_TERMINAL else 1, 0, 0), pad_edge=False)
+    table = Table(box=None, header_style="bold", padding=(0, 2 if width >= WIDE_TERMINAL else 1, 0, 0), pad_edge=False)
     for name in (*TEXT_COLUMNS, *NUMBER_COLUMNS):
-        found.add_column(name, justify="right" if name in NUMBER_COLUMNS else "left", no_wrap=True)
+        table.add_column(name, justify="right" if name in NUMBER_COLUMNS else "left", no_wrap=True)
     last = ""
     for row in rows:
         if last and row.shape != last:
-            found.add_section()
+            table.add_section()
         last = row.shape
-        found.add_row(*_cells(row), style="bold" if row.is_ours else "")
-    return found
+        table.add_row(*_cells(row), style="bold" if row.is_ours else "")
+    return table
 
 
 def _cells(row: BenchRow) -> list[str]:
@@ -50,16 +50,16 @@ def _cells(row: BenchRow) -> list[str]:
 def remarks(rows: Sequence[BenchRow], left_out: Mapping[str, str], peak: PeakFlops) -> list[str]:
     """Lines below the table: what columns mean, failures, skipped peers and shapes, versions."""
     fp8_too = ", in fp8 too" if any(row.precision.startswith("fp8") for row in rows) else ""
-    found = [f"MFU, HFU: shares of {peak.flops / 1e12:.4g} TFLOP/s ({peak.source}){fp8_too}"]
-    found.append("first: from the start of the process to the end of its first step")
+    lines = [f"MFU, HFU: shares of {peak.flops / 1e12:.4g} TFLOP/s ({peak.source}){fp8_too}"]
+    lines.append("first: from the start of the process to the end of its first step")
     if best := sorted({row.peer for row in rows if row.peer}):
-        found.append(f"ratio: our tokens per second over the fastest peer's ({', '.join(best)})")
-    again = {(f"recompute={row.recompute}", row.who) for row in rows if row.recompute != "none"}
-    if again:
-        found.append(f"{RECOMPUTE_MARK.strip()}: {', '.join(f'{who} with {word}' for word, who in sorted(again))}")
+        lines.append(f"ratio: our tokens per second over the fastest peer's ({', '.join(best)})")
+    recomputed = {(f"recompute={row.recompute}", row.who) for row in rows if row.recompute != "none"}
+    if recomputed:
+        lines.append(f"{RECOMPUTE_MARK.strip()}: {', '.join(f'{who} with {word}' for word, who in sorted(recomputed))}")
     for word in sorted({row.states for row in rows} - {"float32"}):
-        found.append(f"echelon's optimizer states are in {word}")
-    found += [f"failed: {row.shape}, {row.precision}, {row.who}: {row.failed}" for row in rows if row.failed]
-    found += [f"left out: {name}, {why}" for name, why in left_out.items()]
+        lines.append(f"echelon's optimizer states are in {word}")
+    lines += [f"failed: {row.shape}, {row.precision}, {row.who}: {row.failed}" for row in rows if row.failed]
+    lines += [f"left out: {name}, {why}" for name, why in left_out.items()]
     versions = sorted({version for row in rows for version in row.versions})
-    return [*found, ", ".join(versions)] if versions else found
+    return [*lines, ", ".join(versions)] if versions else lines
