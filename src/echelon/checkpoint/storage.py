@@ -20,7 +20,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from echelon.checkpoint.checkpoint_index import DIGEST_FILE, INDEX_FILE, CheckpointError
 from echelon.checkpoint.direct_io import WRITE_CHUNK_BYTES, Buffer, WaitForBytes, no_wait, write_direct
@@ -43,52 +43,6 @@ def step_dir_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-class Storage(Protocol):
-    """The operations on a storage. Its errors are CheckpointErrors with the path."""
-
-    address: str
-
-    def begin(self, step: int) -> None:
-        """Create an empty directory for a step's files, and remove leftovers of earlier attempts. On one rank."""
-        ...
-
-    def write(self, step: int, name: str, file: Buffer, wait_for_bytes: WaitForBytes = no_wait) -> None:
-        """Write and flush a file; `wait_for_bytes` waits until this number of its first bytes is final."""
-        ...
-
-    def commit(self, step: int) -> None:
-        """Make the checkpoint exist, after all its files are written. On one rank."""
-        ...
-
-    def abandon(self, step: int) -> None:
-        """Remove what was written of a step."""
-        ...
-
-    def steps(self) -> list[int]:
-        """The steps of all checkpoints, in order."""
-        ...
-
-    def remove(self, step: int) -> None: ...
-
-    def size(self, step: int, name: str) -> int | None:
-        """The size of a file in bytes; None where it does not exist."""
-        ...
-
-    def read(self, step: int, name: str, ranges: Sequence[tuple[int, int]]) -> bytearray:
-        """Read byte ranges (first byte, number) one after another."""
-        ...
-
-    def set_aside(self, step: int) -> None:
-        """Rename a checkpoint so that it no longer counts as one; its files are kept for the user."""
-        ...
-
-
-def open_storage(address: str) -> Storage:
-    if "://" in address and not address.startswith("file://"):
-        return RemoteStorage(address)
-    return LocalStorage(Path(address.removeprefix("file://")))
-
-
 def storage_error(error: Exception, path: str, action: str) -> CheckpointError:
     reason = (getattr(error, "strerror", None) or str(error)).lower()
     remedy = REMEDIES.get(getattr(error, "errno", None) or 0, "") if action == "written" else ""
@@ -96,12 +50,13 @@ def storage_error(error: Exception, path: str, action: str) -> CheckpointError:
 
 
 class LocalStorage:
-    """Checkpoints in a local or shared directory."""
+    """Checkpoints in a local or shared directory. Errors of all operations are CheckpointErrors with the path."""
 
     def __init__(self, folder: Path):
         self.folder, self.address = folder, str(folder)
 
     def begin(self, step: int) -> None:
+        """Create an empty directory for a step's files, and remove leftovers of earlier attempts. On one rank."""
         with _storage_errors(self.address, "written", OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             # The process was killed between the two renames of `commit`, or after them.
@@ -113,6 +68,7 @@ class LocalStorage:
             self._writing_dir(step).mkdir()
 
     def write(self, step: int, name: str, file: Buffer, wait_for_bytes: WaitForBytes = no_wait) -> None:
+        """Write and flush a file; `wait_for_bytes` waits until this number of its first bytes is final."""
         path = self._writing_dir(step) / name
         try:
             with on_file_write(path):
@@ -126,6 +82,7 @@ class LocalStorage:
             raise storage_error(error, str(path), "written") from error
 
     def commit(self, step: int) -> None:
+        """Make the checkpoint exist, after all its files are written. On one rank."""
         writing, final, previous = self._writing_dir(step), self._final_dir(step), self._previous_dir(step)
         with _storage_errors(final, "written", OSError):
             _fsync_dir(writing)
@@ -136,9 +93,11 @@ class LocalStorage:
             shutil.rmtree(previous, ignore_errors=True)
 
     def abandon(self, step: int) -> None:
+        """Remove what was written of a step."""
         shutil.rmtree(self._writing_dir(step), ignore_errors=True)
 
     def steps(self) -> list[int]:
+        """The steps of all checkpoints, in order."""
         try:
             folders = [path for path in self.folder.iterdir() if (path / INDEX_FILE).is_file()]
         except (FileNotFoundError, NotADirectoryError):
@@ -156,12 +115,14 @@ class LocalStorage:
         shutil.rmtree(removed, ignore_errors=True)
 
     def size(self, step: int, name: str) -> int | None:
+        """The size of a file in bytes; None where it does not exist."""
         path = self._existing_dir(step) / name
         with _storage_errors(path, "read", OSError), suppress(FileNotFoundError):
             return path.stat().st_size
         return None
 
     def read(self, step: int, name: str, ranges: Sequence[tuple[int, int]]) -> bytearray:
+        """Read byte ranges (first byte, number) one after another."""
         path, data, at = self._existing_dir(step) / name, bytearray(sum(count for _, count in ranges)), 0
         view = memoryview(data)
         with _storage_errors(path, "read", OSError), path.open("rb", buffering=0) as file:
@@ -174,6 +135,7 @@ class LocalStorage:
         return data
 
     def set_aside(self, step: int) -> None:
+        """Rename a checkpoint so that it no longer counts as one; its files are kept for the user."""
         folder, aside = self._existing_dir(step), self.folder / f"left-{step_dir_name(step)}"
         with _storage_errors(folder, "set aside", OSError):
             shutil.rmtree(aside, ignore_errors=True)
@@ -204,7 +166,10 @@ def _fsync_dir(folder: Path) -> None:
 
 
 class RemoteStorage:
-    """Checkpoints in a file system of fsspec, which torch depends on; the user installs its package (s3fs, gcsfs)."""
+    """Checkpoints in a file system of fsspec, with the operations of `LocalStorage`.
+
+    torch depends on fsspec; the user installs the package of a protocol (s3fs, gcsfs).
+    """
 
     def __init__(self, address: str):
         import fsspec  # type: ignore[import-untyped]
@@ -314,6 +279,15 @@ def _storage_errors(path: Path | str, action: str, errors: type[Exception] = Exc
         yield
     except errors as error:
         raise storage_error(error, str(path), action) from error
+
+
+Storage = LocalStorage | RemoteStorage
+
+
+def open_storage(address: str) -> Storage:
+    if "://" in address and not address.startswith("file://"):
+        return RemoteStorage(address)
+    return LocalStorage(Path(address.removeprefix("file://")))
 
 
 def read_index_files(storage: Storage, step: int) -> tuple[bytearray, bytearray]:

@@ -20,7 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from echelon.bench.measurement import Measurement
 from echelon.bench.peers.import_stubs import stub_missing_modules
-from echelon.bench.step_timing import StepFunction, random_tokens
+from echelon.bench.step_timing import StepFunction, random_tokens, training_step
 
 UNUSED = (
     *("datasets", "datasets.distributed", "datasets.iterable_dataset", "tokenizers", "einops", "PIL"),
@@ -55,19 +55,9 @@ def prepare(measurement: Measurement, convert: Callable[[Any], None] | None = No
     with torch.no_grad():
         model.init_weights(buffer_device=device)
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     tokens, targets = random_tokens(measurement)
-    loss_of = torch.compile(_loss)
-
-    def step() -> Callable[[], float]:
-        optimizer.zero_grad()
-        loss: Tensor = loss_of(model(tokens), targets)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
-        optimizer.step()
-        return loss.item
-
-    return step
+    loss = torch.compile(_loss)
+    return training_step(model, lambda: loss(model(tokens), targets))
 
 
 def prepare_float8(measurement: Measurement) -> StepFunction:

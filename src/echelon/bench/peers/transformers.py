@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from echelon.bench.measurement import Measurement
-from echelon.bench.step_timing import StepFunction, random_tokens
+from echelon.bench.step_timing import StepFunction, random_tokens, training_step
 
 
 def prepare(measurement: Measurement) -> StepFunction:
@@ -34,16 +33,10 @@ def prepare(measurement: Measurement) -> StepFunction:
         model.gradient_checkpointing_enable()
     # Its checkpoints break the compiler's graph, and a small model on a CPU gains nothing by compiling.
     run = torch.compile(model) if measurement.recompute == "none" and measurement.device == "cuda" else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     tokens, _ = random_tokens(measurement)
 
-    def step() -> Callable[[], float]:
-        optimizer.zero_grad()
+    def loss() -> Tensor:
         with torch.autocast(measurement.device, dtype=torch.bfloat16, enabled=measurement.precision == "bf16"):
-            loss: Tensor = run(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
-        optimizer.step()
-        return loss.item
+            return cast(Tensor, run(input_ids=tokens, labels=tokens).loss)
 
-    return step
+    return training_step(model, loss)

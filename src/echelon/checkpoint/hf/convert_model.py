@@ -111,22 +111,15 @@ def export_model(
     return _make_result(target, exported, [hf_config_reader.CONFIG_FILE, *names], specs, checked)
 
 
-@dataclass(frozen=True)
-class _CastSource:
-    source: TensorSource
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def read(self) -> torch.Tensor:
-        return self.source.read().to(self.dtype)
-
-
 def _cast_sources(tensors: Mapping[str, TensorSource], dtype: torch.dtype | None) -> Mapping[str, TensorSource]:
     """Native tensors cast to the dtypes that were written."""
     if dtype is None:
         return tensors
-    stored_dtype = convert_tensors.stored_dtype
-    return {name: _CastSource(x, tuple(x.shape), stored_dtype(name, x.dtype, dtype)) for name, x in tensors.items()}
+
+    def cast(source: TensorSource, stored: torch.dtype) -> TensorSource:
+        return convert_tensors.ComputedTensor(source.shape, stored, lambda: source.read().to(stored))
+
+    return {name: cast(x, convert_tensors.stored_dtype(name, x.dtype, dtype)) for name, x in tensors.items()}
 
 
 def _load_native(source: str, seed: int) -> NativeModel:
@@ -135,7 +128,7 @@ def _load_native(source: str, seed: int) -> NativeModel:
     if source in SIZES:
         require_memory(SIZES[source])
         state = models.build(SIZES[source], seed=seed).state_dict()
-        tensors = {name: convert_tensors.InMemoryTensor(tensor) for name, tensor in state.items()}
+        tensors = {name: convert_tensors.in_memory(tensor) for name, tensor in state.items()}
         return SavedModel(config=SIZES[source]), tensors
     rule = f"is neither a run, a checkpoint, a directory with {MODEL_FILE} nor a model size"
     legal = f"the directory of a run, one that `echelon import` wrote, or {', '.join(SIZES)}"

@@ -35,21 +35,16 @@ class TensorSource(Protocol):
 
 
 @dataclass(frozen=True)
-class InMemoryTensor:
-    """A tensor in memory as a source."""
+class ComputedTensor:
+    """A source whose values a function returns."""
 
-    tensor: Tensor
+    shape: Sequence[int]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    def read(self) -> Tensor:
-        return self.tensor
+def in_memory(tensor: Tensor) -> ComputedTensor:
+    return ComputedTensor(tensor.shape, tensor.dtype, lambda: tensor)
 
 
 @dataclass(frozen=True)

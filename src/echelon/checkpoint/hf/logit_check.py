@@ -21,7 +21,7 @@ from torch import Tensor
 
 from echelon import models
 from echelon.checkpoint.hf import safetensors_reader
-from echelon.checkpoint.hf.convert_tensors import InMemoryTensor, TensorSource, hf_to_native, stored_dtype
+from echelon.checkpoint.hf.convert_tensors import TensorSource, hf_to_native, in_memory, stored_dtype
 from echelon.checkpoint.hf.safetensors_reader import format_names
 from echelon.models.hf import hf_config_reader
 from echelon.models.language_model import LanguageModel
@@ -98,7 +98,7 @@ def native_logits(
 def _reimport_logits(hf_dir: Path, tokens: Tensor, cast_to: torch.dtype | None) -> Tensor:
     config = hf_config_reader.read_hf_config(hf_dir).config
     conversion = hf_to_native(safetensors_reader.open_safetensors(hf_dir), config, cast_to)
-    return native_logits(config, {name: InMemoryTensor(tensor) for name, tensor in conversion.convert()}, tokens)
+    return native_logits(config, {name: in_memory(tensor) for name, tensor in conversion.convert()}, tokens)
 
 
 def _transformers_logits(hf_dir: Path, tokens: Tensor, cast_to: torch.dtype | None) -> Tensor:

@@ -53,17 +53,13 @@ class RngSnapshot:
             torch.cuda.set_rng_state(self._cuda_state, self._device)
 
 
-def _no_hook(_module: nn.Module) -> None:
-    """The default hook: does nothing."""
-
-
 class CheckpointSegment:
     """Modules that are recomputed together, in the order in which they are called."""
 
     def __init__(self, stream: RandomStream, save_input: SaveInput = save_as_is):
         self.stream, self.save_input = stream, save_input
         self.layers: list[CheckpointedLayer] = []
-        self.before_recompute: Callable[[nn.Module], None] = _no_hook
+        self.before_recompute: Callable[[nn.Module], None] = lambda _module: None
         """called before a module is recomputed, to unshard its parameters"""
         self._last_call: _LayerCall | None = None
         """the previous call, if the next layer's belongs to the same pass"""

@@ -103,16 +103,8 @@ class OffloadedView:
         return made.set_(storage, self.offset, self.size, self.stride)
 
 
-class LayerPass:
-    """One microbatch's pass through consecutive layers: the storages that each offloaded."""
-
-    def __init__(self) -> None:
-        self.offloaded: list[weakref.WeakSet[OffloadedStorage]] = []
-
-    def prefetch(self, index: int) -> None:
-        """Start copying a layer's storages to the device."""
-        for offloaded in self.offloaded[index] if index >= 0 else ():
-            offloaded.prefetch()
+LayerPass = list[weakref.WeakSet[OffloadedStorage]]
+"""one microbatch's pass through consecutive layers: the storages that each offloaded"""
 
 
 class ActivationOffloader:
@@ -127,7 +119,8 @@ class ActivationOffloader:
         )
         self._in_transfer: deque[list[tuple[CopyEvent, torch.UntypedStorage]]] = deque()
         """by layer: storages that must stay allocated until their copies complete"""
-        self._pass, self._layer_index = LayerPass(), -2
+        self._pass: LayerPass = []
+        self._layer_index = -2
 
     def apply(self, model: nn.Module, names: Sequence[str]) -> None:
         """Wrap the forward of each layer, in order."""
@@ -152,20 +145,21 @@ class ActivationOffloader:
 
     def _enter_layer(self, index: int) -> None:
         if index != self._layer_index + 1:
-            self._pass = LayerPass()
+            self._pass = []
         self._layer_index = index
-        self._pass.offloaded.append(weakref.WeakSet())
+        self._pass.append(weakref.WeakSet())
         self._in_transfer.append([])
         self._wait_transfers(2)
 
     def _hook_prefetch(self, output: Any) -> Any:
-        """Prefetch the previous layer's storages when this layer's backward starts."""
-        layer_pass, index = self._pass, len(self._pass.offloaded) - 1
+        """Prefetch this and the previous layer's storages when this layer's backward starts."""
+        layers = self._pass[-1:-3:-1]
 
         def before_backward(_gradient: Tensor) -> None:
             self._wait_transfers(0)
-            layer_pass.prefetch(index)
-            layer_pass.prefetch(index - 1)
+            for storages in layers:
+                for storage in storages:
+                    storage.prefetch()
 
         for tensor in iter_tensors(output, in_dataclasses=True):
             if tensor.requires_grad:
@@ -192,7 +186,7 @@ class ActivationOffloader:
             offloaded = OffloadedStorage(self.pool, storage)
             self._offloaded[storage] = tensor._version, weakref.ref(offloaded)
             self._in_transfer[-1].append((offloaded.copy_down, storage))
-            self._pass.offloaded[-1].add(offloaded)
+            self._pass[-1].add(offloaded)
         return OffloadedView(offloaded, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
