@@ -107,17 +107,17 @@ class CheckpointIndex:
 
     def check_complete(self) -> None:
         """Check that every element is stored exactly once, inside its file."""
-        wrong = []
+        faults = []
         for name, tensor in self.tensors.items():
             count = sum(numel(stored.box) for stored in tensor.slices)
             if count != math.prod(tensor.shape) or any_overlap([stored.box for stored in tensor.slices]):
-                wrong.append(f"{name} ({count} of {math.prod(tensor.shape)} elements)")
+                faults.append(f"{name} ({count} of {math.prod(tensor.shape)} elements)")
             for stored in tensor.slices:
                 file, nbytes = self.files.get(stored.file), numel(stored.box) * DTYPE_BYTES[tensor.dtype]
                 if file is None or stored.offset < 0 or stored.offset + nbytes > file.nbytes:
-                    wrong.append(f"{name} (outside of {stored.file})")
-        if wrong:
-            raise CheckpointError(f"the checkpoint does not store every element exactly once: {abbreviate(wrong)}")
+                    faults.append(f"{name} (outside of {stored.file})")
+        if faults:
+            raise CheckpointError(f"the checkpoint does not store every element exactly once: {abbreviate(faults)}")
 
 
 def _parse_slice(stored: Mapping[str, Any]) -> StoredSlice:

@@ -33,12 +33,12 @@ class CheckpointGroup:
     def is_rank_zero(self) -> bool:
         return self.rank == 0
 
-    def gather(self, mine: T) -> list[T]:
+    def gather(self, value: T) -> list[T]:
         """Gather every rank's value on rank 0; an empty list on the others."""
         if self._group is None:
-            return [mine]
+            return [value]
         values: list[T | None] | None = [None] * self.size if self.is_rank_zero else None
-        dist.gather_object(mine, values, dst=0, group=self._group)
+        dist.gather_object(value, values, dst=0, group=self._group)
         return [value for value in values or () if value is not None]
 
     def broadcast(self, value: T) -> T:
@@ -49,9 +49,9 @@ class CheckpointGroup:
         dist.broadcast_object_list(values, src=0, group=self._group)
         return values[0]
 
-    def all_gather(self, mine: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """Gather every rank's value on every rank."""
-        return self.broadcast(self.gather(mine))
+        return self.broadcast(self.gather(value))
 
     def all_reduce_sum(self, numbers: Tensor) -> Tensor:
         """Sum int64 tensors over the ranks, modulo 2^64."""
@@ -79,13 +79,13 @@ def errors_on_all_ranks(group: CheckpointGroup) -> Iterator[None]:
 def raise_on_all_ranks(group: CheckpointGroup, error: Exception | None) -> None:
     """Raise on every rank the first error of any rank."""
     messages = group.all_gather("" if error is None else f"{type(error).__name__}: {error}")
-    wrong = {message: rank for rank, message in reversed(list(enumerate(messages))) if message}
-    if error is not None and len(wrong) == 1:
+    failures = {message: rank for rank, message in reversed(list(enumerate(messages))) if message}
+    if error is not None and len(failures) == 1:
         raise error
-    if wrong:
+    if failures:
         from echelon.checkpoint.checkpoint_index import CheckpointError
 
-        first, rank = min(wrong.items(), key=lambda pair: pair[1])
+        first, rank = min(failures.items(), key=lambda pair: pair[1])
         kind, _, text = first.partition(": ")
         text = text if kind == CheckpointError.__name__ else first
         raise CheckpointError(text if group.size == 1 else f"{text} (on rank {rank})")

@@ -47,12 +47,12 @@ class _PendingCopy:
 
     def try_extend(self, values: Tensor, at: int, count: int) -> bool:
         """Extend the copy if these values follow it in memory and in the file."""
-        mine, size = self.values, values.element_size()
+        first, size = self.values, values.element_size()
         if (
             not self.count
-            or values.dtype != mine.dtype
-            or values.untyped_storage().data_ptr() != mine.untyped_storage().data_ptr()
-            or values.data_ptr() != mine.data_ptr() + self.count * size
+            or values.dtype != first.dtype
+            or values.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+            or values.data_ptr() != first.data_ptr() + self.count * size
             or at != self.offset + self.count * size
         ):
             return False

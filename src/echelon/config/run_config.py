@@ -140,10 +140,10 @@ class Config:
     @property
     def loss_scaling(self) -> str:
         """The loss scaling in effect: dynamic, fixed or none."""
-        asked = self.precision.loss_scale
-        if isinstance(asked, float):
+        loss_scale = self.precision.loss_scale
+        if isinstance(loss_scale, float):
             return "fixed"
-        return asked if asked != "auto" else "dynamic" if self.dtype == "float16" else "none"
+        return loss_scale if loss_scale != "auto" else "dynamic" if self.dtype == "float16" else "none"
 
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)

@@ -7,7 +7,7 @@ param_shards          a parameter as a rank holds it; matrix_shards: its rows an
 reduced_stats         row, column and norm statistics, all-reduced together
 stochastic_rounding   bfloat16 weights without master weights; blockwise_quantization: int8 moments
 torch_rules           torch's own AdamW and SGD; torch_optimizer: these on a CPU's shards
-host_optimizer        updates on the host beside the device's work; offload_support: which rules it supports
+host_optimizer        updates on the host, concurrent with the device; offload_support: which rules it supports
 
 rules/adamw  adamw_int8  sgd  lion  ema     elementwise: need nothing but the local shard
 rules/adafactor  sm3  lamb                  statistics of full matrices, in one or two small all-reduces per step

@@ -6,7 +6,7 @@ A 2-d parameter is a matrix; with more dims it is a stack of matrices of its las
 filter has a row for each output channel; a vector is a row. A rank holds a box of them (tensor and expert parallelism),
 padded to equal boxes, in row-major order, and an interval [start, stop) of its elements (data parallelism):
 
-    box, 4 x 5, the last column is padding     held: [3, 17)
+    box, 4 x 5, the last column is padding     a rank's elements: [3, 17)
     . . . a a        a  the end of a row       1 x 2
     b b b b b        b  full rows              2 x 5, of which 2 x 4 are not padding
     b b b b b

@@ -36,8 +36,8 @@ def prepare(measurement: Measurement, convert: Callable[[Any], None] | None = No
     device = torch.device(measurement.device)
     stub_missing_modules(UNUSED)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    alone = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: any free port
-    dist.init_process_group(backend, store=alone, rank=0, world_size=1)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: any free port
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
     atexit.register(dist.destroy_process_group)
     parallelize = importlib.import_module("torchtitan.models.llama3.infra.parallelize")
     config = importlib.import_module("torchtitan.config.job_config")

@@ -104,18 +104,18 @@ def atomic_directory(folder: Path) -> Iterator[Path]:
     """A temporary directory that becomes `folder` on success and is removed on failure."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"the directory exists and is not empty ({folder}); give another, or remove it")
-    made = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        made.mkdir()
+        temporary.mkdir()
     except OSError as error:
         raise ValueError(f"the directory cannot be created ({folder}: {error.strerror}); give another") from None
     try:
-        yield made
+        yield temporary
         if folder.exists():
             folder.rmdir()  # it was empty
-        made.rename(folder)
+        temporary.rename(folder)
     except OSError as error:
         raise ValueError(f"the directory cannot be written ({folder}: {error}); free space, or give another") from error
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -3,7 +3,7 @@
 [Note: what must fit]
 
 Forward fills memory layer by layer, backward empties it from the end. During the backward of layer i, the saved
-activations of layers 0 .. i - 1 are still there, and beside them all that layer i itself needs, recomputed or not:
+activations of layers 0 .. i - 1 are still there, and so is all that layer i itself needs, recomputed or not:
 
     saved(0) + ... + saved(i - 1) + backward(i)  <=  budget        for every i, and the sum of all saved <= budget
 

@@ -104,7 +104,7 @@ def extra_traffic_bytes(
 ) -> float:
     """Return the bytes that kernels move in a step beyond torch's operators; negative is a gain.
 
-    ReLU's forward writes bits beside its output, and its backward reads them in place of it. Max pooling writes and
+    ReLU's forward writes bits and its output, and its backward reads them in place of it. Max pooling writes and
     reads bytes in place of indices; of overlapping windows, torch writes indices, and we read them.
     """
     if compress == NONE:

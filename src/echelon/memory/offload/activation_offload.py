@@ -99,8 +99,8 @@ class OffloadedView:
 
     def restore(self) -> Tensor:
         storage = self.storage.restore()
-        made = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return made.set_(storage, self.offset, self.size, self.stride)
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return tensor.set_(storage, self.offset, self.size, self.stride)
 
 
 LayerPass = list[weakref.WeakSet[OffloadedStorage]]
@@ -195,5 +195,5 @@ def _unpack(packed: Tensor | OffloadedView) -> Tensor:
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
-    made = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return made.set_(storage, 0, (storage.nbytes(),), (1,))
+    tensor = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return tensor.set_(storage, 0, (storage.nbytes(),), (1,))

@@ -2,7 +2,7 @@
 
 [Note: what a failure leaves]
 
-An update writes the new generation beside the old one, and all groups switch together, when the last of them is
+An update writes the new generation next to the old one, and all groups switch together, when the last of them is
 written. So a full disk, a short write or a dead process leaves the complete states of the previous step on disk; after
 an error the files stay. Disk space is reserved at the start of a run: a disk that is too small fails before the first
 step.
@@ -105,7 +105,7 @@ class DiskFolder:
 
     def __init__(self, folder: Path, name: str):
         """Create a new folder inside `folder`, which is created if missing."""
-        made = not folder.exists()
+        is_new = not folder.exists()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self.folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=folder))
@@ -114,7 +114,7 @@ class DiskFolder:
         self.reader, self.writer = HostWorker("echelon-read"), HostWorker("echelon-write")
         self.errors: list[BaseException] = []
         """after an error the files stay"""
-        self._finalizer = weakref.finalize(self, _clean, self.folder, made, self.errors)
+        self._finalizer = weakref.finalize(self, _clean, self.folder, is_new, self.errors)
 
     def open_store(self, name: str) -> DiskStore:
         """Open a pair of files, by a parameter group's name."""
@@ -166,10 +166,10 @@ def _close(files: list[int]) -> None:
         os.close(file)
 
 
-def _clean(folder: Path, made: bool, failed: list[BaseException]) -> None:
+def _clean(folder: Path, is_new: bool, failed: list[BaseException]) -> None:
     if failed:
         return
     shutil.rmtree(folder, ignore_errors=True)
-    if made:
+    if is_new:
         with suppress(OSError):  # another rank's folder may still be there
             folder.parent.rmdir()
