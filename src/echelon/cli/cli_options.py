@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import typer
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")]
+WeightDtype = Annotated[str, typer.Option(help="Dtype of the weights: keep, float32, bfloat16, float16 or float64.")]
+ShardSize = Annotated[str, typer.Option(help="Maximum size of a file.")]
 
 
 def optional(help: str, *, metavar: str | None = None) -> Any:

@@ -9,7 +9,7 @@ import typer
 
 from echelon.cli import conversion_progress
 from echelon.cli.cli_errors import report_errors
-from echelon.cli.cli_options import AsJson
+from echelon.cli.cli_options import AsJson, ShardSize, WeightDtype
 
 EXAMPLES = """[bold]Examples[/bold]\n
 echelon export runs/llama-tiny-20250131-120000 out\n
@@ -29,10 +29,8 @@ def command(
         ),
     ],
     out: Annotated[Path, typer.Argument(help="The directory to write, which must be new or empty.")],
-    dtype: Annotated[
-        str, typer.Option(help="Dtype of the weights: keep, float32, bfloat16, float16 or float64.")
-    ] = "keep",
-    shard_size: Annotated[str, typer.Option(help="Maximum size of a file.")] = "5GB",
+    dtype: WeightDtype = "keep",
+    shard_size: ShardSize = "5GB",
     average: Annotated[bool, typer.Option("--average", help="Export the EMA of the weights (optimizer.ema).")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the initial weights of a named size.")] = 0,
     as_json: AsJson = False,

@@ -9,7 +9,7 @@ import typer
 
 from echelon.cli import conversion_progress
 from echelon.cli.cli_errors import report_errors
-from echelon.cli.cli_options import AsJson
+from echelon.cli.cli_options import AsJson, ShardSize, WeightDtype
 
 EXAMPLES = """[bold]Examples[/bold]\n
 echelon import Llama-2-7b-hf llama-7b\n
@@ -21,10 +21,8 @@ echelon train --set model=llama-7b
 def command(
     source: Annotated[Path, typer.Argument(help="A directory with config.json and safetensors files.")],
     out: Annotated[Path, typer.Argument(help="The directory to write, which must be new or empty.")],
-    dtype: Annotated[
-        str, typer.Option(help="Dtype of the weights: keep, float32, bfloat16, float16 or float64.")
-    ] = "keep",
-    shard_size: Annotated[str, typer.Option(help="Maximum size of a file.")] = "5GB",
+    dtype: WeightDtype = "keep",
+    shard_size: ShardSize = "5GB",
     check: Annotated[
         bool, typer.Option("--check", help="Compare logits with those of transformers' own model.")
     ] = False,
