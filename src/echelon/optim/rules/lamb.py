@@ -67,11 +67,11 @@ class LAMB(ShardedOptimizer):
         """Update the moments; return the sums of squares of weights and update direction. Padding is 0."""
         exp_avg, exp_avg_sq = self._rectangle_moments(shard, rectangle)
         if shard.use_triton:
-            from echelon.kernels.optim import elementwise_updates_triton
+            from echelon.kernels.optim.elementwise_updates_triton import lamb_update_moments
 
             weights, gradient = shard.rectangle_weights(rectangle), shard.rectangle_gradient(rectangle)
             tensors = (*weights, exp_avg, exp_avg_sq, gradient, grad_scale, do_update, self._constants)
-            return elementwise_updates_triton.lamb_update_moments(*tensors, weight_decay=shard.weight_decay, betas=self._betas)
+            return lamb_update_moments(*tensors, weight_decay=shard.weight_decay, betas=self._betas)
         g = shard.scaled_gradient(rectangle, grad_scale).view(-1)
         for moment, beta, new in zip((exp_avg, exp_avg_sq), self._betas, (g, g.square()), strict=True):
             moment.copy_(torch.where(do_update, moment * beta + new * (1 - beta), moment))
@@ -80,12 +80,12 @@ class LAMB(ShardedOptimizer):
 
     def _apply(self, shard: ParamShard, rectangle: MatrixRectangle, rate: Tensor, do_update: Tensor) -> None:
         if shard.use_triton:
-            from echelon.kernels.optim import elementwise_updates_triton
+            from echelon.kernels.optim.elementwise_updates_triton import lamb_apply_update
 
             step, indices = shard.rounding_args(rectangle)
             weights, moments = shard.rectangle_weights(rectangle), self._rectangle_moments(shard, rectangle)
             tensors = (*weights, *moments, do_update, self._constants, rate, step)
-            elementwise_updates_triton.lamb_apply_update(*tensors, weight_decay=shard.weight_decay, indices=indices)
+            lamb_apply_update(*tensors, weight_decay=shard.weight_decay, indices=indices)
             return
         before = shard.read(rectangle.elements)
         after = before - self._update_direction(shard, rectangle, before) * rate
