@@ -29,7 +29,10 @@ from echelon.planning.cost.step_time import step_times
 from echelon.planning.cost.step_work import StepWork, stack_work
 
 Array = NDArray[np.float64]
-OTHERS = ("cpu", "alone", "slack", "working", "context", "loose_saved", "spread", "spread_experts")
+OTHERS = (
+    *("cpu", "single_device_share", "activation_slack", "backward_working", "context_gib", "unfused_norm_saved"),
+    *("spread", "spread_experts"),
+)
 """constants that times do not depend on, or that no published run tells"""
 NAMES = tuple(field.name for field in fields(Constants) if field.name not in OTHERS)
 SOFT = 0.07
@@ -37,13 +40,13 @@ SOFT = 0.07
 HOLD = 0.05
 """what a factor of e away from the start costs, as a residual"""
 HELD = {
-    **dict.fromkeys(("inside", "outside"), 2.0),
-    **dict.fromkeys(("links_old", "stream_hidden", "stream_shown", "loose_norms"), 0.3),
-    **dict.fromkeys(("tp_shown", "update", "step", "edge", "expert_edge", "dp_hidden"), 0.2),
-    **dict.fromkeys(("pp_shown", "ep_shown", "streaming"), 0.1),
+    **dict.fromkeys(("intra_node", "inter_node"), 2.0),
+    **dict.fromkeys(("pre_hopper_links", "fsdp_overlap", "fsdp_exposed", "unfused_norms"), 0.3),
+    **dict.fromkeys(("tp_exposed", "update_bytes", "step_overhead", "edge", "expert_edge", "dp_overlap"), 0.2),
+    **dict.fromkeys(("pp_exposed", "ep_exposed", "memory_bandwidth"), 0.1),
 }
 START = FITTED_CONSTANTS
-OWN_NAMES = tuple(name for name, value in NATIVE_OVERRIDES.items() if value and name != "blocks")
+OWN_NAMES = tuple(name for name, value in NATIVE_OVERRIDES.items() if value and name != "blockwise_attention")
 """constants of our own program that steps on one device tell"""
 
 

@@ -38,10 +38,9 @@ from echelon.parallel.dp.offload_policy import available_host_bytes
 from echelon.parallel.parallel_options import ParallelOptions
 from echelon.planning.cluster.cluster import local_cluster
 from echelon.planning.cost.memory_model import stage_memory
-from echelon.planning.cost.param_group_traffic import NUM_MOMENTS
 from echelon.planning.model.model_sources import config_shape
 from echelon.planning.priced_plan import price
-from echelon.planning.scenario import Scenario
+from echelon.planning.scenario import NUM_MOMENTS, Scenario
 from echelon.training import step_comm_volume
 from echelon.training.engine import Engine, Microbatch
 from echelon.training.run.prediction import scenario_transient_bytes

@@ -52,9 +52,9 @@ def test_products_give_the_share_and_the_edge_back(kind, generation):
     others = {
         generation: getattr(FITTED_CONSTANTS, generation),
         "edge": FITTED_CONSTANTS.edge,
-        "context": FITTED_CONSTANTS.context,
+        "context_gib": FITTED_CONSTANTS.context_gib,
     }
-    assert replace(found, **others, step=FITTED_CONSTANTS.step) == FITTED_CONSTANTS
+    assert replace(found, **others, step_overhead=FITTED_CONSTANTS.step_overhead) == FITTED_CONSTANTS
 
 
 def test_products_that_differ_too_little_keep_the_usual_edge():
@@ -88,7 +88,7 @@ def test_the_time_of_attention_is_what_was_measured():
 
 
 def test_memory_is_a_share_of_the_bandwidth():
-    assert calibrate(case(memory=0.8 * DEVICE_KINDS["h100"].bandwidth).cluster).streaming == pytest.approx(0.8)
+    assert calibrate(case(memory=0.8 * DEVICE_KINDS["h100"].bandwidth).cluster).memory_bandwidth == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize("cluster", ["8xh100", "4xa100-80", "2xcpu"])
@@ -98,15 +98,15 @@ def test_collectives_give_the_link_back(cluster):
     measured = messages(latency, share * plain.intra_node.bandwidth, plain.per_node)
     found = case(cluster, "dp=1", model="llama-tiny", **measured)
     constants = calibrate(found.cluster)
-    old = constants.links_old if "h100" not in cluster else 1.0
-    assert constants.inside * old == pytest.approx(share)
+    old = constants.pre_hopper_links if "h100" not in cluster else 1.0
+    assert constants.intra_node * old == pytest.approx(share)
     assert intra_node_latency(found.cluster) == count_work(found).microbatch.device.latency == pytest.approx(latency)
 
 
 def test_collectives_without_latency_fit_zero():
     found = case(**messages(-1e-6, 1e11, 8))
     assert intra_node_latency(found.cluster) == 0
-    assert calibrate(found.cluster).inside > 0
+    assert calibrate(found.cluster).intra_node > 0
 
 
 def test_one_message_says_too_little():

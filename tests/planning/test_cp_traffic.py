@@ -124,7 +124,7 @@ def ring(steps, hop, gradients):
 
 
 def time_of(work, forward, backward):
-    return cp_time(work, reached_rates(work.device, replace(FITTED_CONSTANTS, inside=1.0)), forward, backward)
+    return cp_time(work, reached_rates(work.device, replace(FITTED_CONSTANTS, intra_node=1.0)), forward, backward)
 
 
 def test_a_long_block_overlaps_all_but_the_last_gradients():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -381,7 +381,7 @@ def test_no_layout_takes_less_than_the_bounds_say(devices, batch, seq_len, model
     every = branch_bounds(asked, c)
     assert every == sorted(every)
     for bound in every[::7]:
-        for layout in branch_layouts(asked, bound.branch, asdict(bound.branch.family)):
+        for layout in branch_layouts(asked, bound.branch):
             found = asked.scenario(layout)
             assert min_memory_bytes(asked, layout, bound.activation_bytes) <= peak_memory(found, c).total, layout
             assert bound.objective <= (1 + 1e-9) * step_times(count_work(found), c).total, layout

@@ -27,7 +27,7 @@ MEASURED = {
 @pytest.mark.parametrize("name", MEASURED)
 def test_an_update_takes_what_it_moves(name: str) -> None:
     rule, measured = MEASURED[name]
-    speed = cluster.parse_cluster("1xh200").device.bandwidth * FITTED_CONSTANTS.streaming
+    speed = cluster.parse_cluster("1xh200").device.bandwidth * FITTED_CONSTANTS.memory_bandwidth
     assert 1e3 * ELEMENTS * cost.update_traffic_bytes(rule, gradient_bytes=2) / speed == pytest.approx(
         measured, rel=0.25
     )

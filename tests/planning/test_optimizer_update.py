@@ -81,7 +81,7 @@ def test_optimizer_state_and_collectives_of_ranks(pool: RankPool, layout: str) -
         rule = RULES[name]
         found = pool.run(on_a_rank, 2, shape, layout, rule)
         case = case_of(shape, layout, rule, "2xcpu")
-        planned = update_comm(case)
+        planned = update_comm(case, rule)
         held, sent, messages = (sum(numbers) / 2 for numbers in zip(*found, strict=True))
         print(
             f"{name}, {layout}: {held:,.0f} held, {optimizer_state_bytes(case, rule, 0):,} planned; {sent:,.0f} sent, "

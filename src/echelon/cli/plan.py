@@ -40,7 +40,13 @@ def command(
     fix: Annotated[str, typer.Option(help="Layout keys to fix in the search: tp=8,schedule=zb-v.")] = "",
     precision: Annotated[str, typer.Option(help="GEMM precision: bf16, fp16, fp8, fp4 or fp32.")] = "bf16",
     objective: Annotated[str, typer.Option(help="What to minimise: time, cost, energy or devices.")] = "time",
-    plan_only: Annotated[bool, typer.Option(help="Also rank layouts that cannot be trained yet.")] = False,
+    plan_only: Annotated[
+        bool,
+        typer.Option(
+            help="Also rank what train refuses (fp8 with split backward or tp grids, cp of a custom model without "
+            "CoreAttention), and cp down to 1,024 tokens per rank."
+        ),
+    ] = False,
     tokens: Annotated[float, optional("Estimate days and dollars for this number of tokens: 1e12.")] = 0.0,
     imbalance: Annotated[float, optional("Max/mean expert load across ep ranks. Default: 1.3.")] = 0.0,
     settings: Annotated[
@@ -85,9 +91,9 @@ def command(
             correct=correct,
             tokens=tokens,
             imbalance=imbalance,
-            rule=parsed.rule,
-            thrift=parsed.memory_options,
-            host=parsed.host,
+            optimizer=parsed.rule,
+            memory_options=parsed.memory_options,
+            host_share=parsed.host,
         )
         best = result.plans[0] if result.plans else result.nearest
         given = settings_with_effect(given, str(best.layout)) if best is not None else given

@@ -32,6 +32,12 @@ def document(
     )
 
 
+def stretched(elements: Iterable[str], width: float, height: float, *, title: str) -> str:
+    """An SVG inside a page that fills its box; the page's CSS classes colour it."""
+    opening = f'<svg viewBox="0 0 {width:g} {height:g}" preserveAspectRatio="none" role="img">'
+    return f"{opening}<title>{escape(title)}</title>{''.join(elements)}</svg>"
+
+
 def _opening(width: float, height: float) -> str:
     size = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}'

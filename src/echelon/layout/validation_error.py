@@ -48,6 +48,11 @@ class ValidationError(ValueError):
         # The issues are the exception's arguments, so that it can be pickled between processes.
         super().__init__(self.issues)
 
+    @classmethod
+    def single(cls, key: str, value: str, message: str, *, legal: str = "", hint: str = "") -> ValidationError:
+        """The error of one issue."""
+        return cls([ValidationIssue(key=key, value=value, message=message, legal=legal, hint=hint)])
+
     def __str__(self) -> str:
         return "\n".join(str(issue) for issue in self.issues)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -12,22 +12,19 @@ from echelon.optim import cost
 from echelon.optim.update_rule import UpdateRule
 from echelon.planning.calibrate import correction as corrections
 from echelon.planning.calibrate.constants import DEFAULT_IMBALANCE
-from echelon.planning.cluster import cluster as clusters
-from echelon.planning.cost.param_group_traffic import NUM_MOMENTS
+from echelon.planning.cluster.cluster import Cluster, parse_cluster
 from echelon.planning.explain.reasons import explain_infeasible, explain_plan, training_cost
 from echelon.planning.memory_options import MemoryOptions
-from echelon.planning.model.model_shape import RuleFacts
+from echelon.planning.model.model_shape import ModelShape
 from echelon.planning.model.model_sources import resolve_shape
 from echelon.planning.priced_plan import Plan, price
-from echelon.planning.scenario import DEFAULT_MEMORY_OPTIONS, OBJECTIVES, PlanRequest
+from echelon.planning.scenario import DEFAULT_MEMORY_OPTIONS, NUM_MOMENTS, OBJECTIVES, PlanRequest
 from echelon.planning.search.layout_search import least_memory_plan, search_plans
 
 T = TypeVar("T")
 PRECISIONS = ("bf16", "fp16", "fp8", "fp4", "fp32")
 MAX_DEFAULT_SEQ_LEN = 4096
-"""tokens"""
 DEFAULT_SEQUENCES_PER_DEVICE = 16
-"""of a step"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,35 +65,47 @@ def find_plans(
     correct: str = "",
     tokens: float = 0.0,
     imbalance: float = 0.0,
-    rule: UpdateRule | None = None,
-    thrift: MemoryOptions = DEFAULT_MEMORY_OPTIONS,
-    host: float | None = None,
+    optimizer: UpdateRule | None = None,
+    memory_options: MemoryOptions = DEFAULT_MEMORY_OPTIONS,
+    host_share: float | None = None,
 ) -> PlanResult:
     """Search plans for a model on a cluster, or price `layout`; with `fixed`, only layouts that have these keys.
 
     Defaults: 16 sequences per device, and the model's longest sequence up to 4,096 tokens. `correct` is the directory
     of a run: times are multiplied by its measured over predicted step time. `tokens` adds the cost of training on
-    them to the reasons. `imbalance` is the max/mean expert load across ep ranks. `rule` is the optimizer, `thrift` are
-    memory options beside the layout, `host` is the share of the states that is offloaded where the layout allows it.
+    them to the reasons. `imbalance` is the max/mean expert load across ep ranks, `host_share` the share of the
+    optimizer state that an offloading layout puts on the host.
     """
     if not 0 <= tokens < float("inf"):
-        raise ValidationError(
-            [
-                ValidationIssue(
-                    key="tokens", value=str(tokens), message="is not a positive number of tokens", legal="> 0"
-                )
-            ]
-        )
-    wish = _parse_request(model, cluster, batch, seq_len, fixed, precision, objective, plan_only, correct, imbalance)
-    if rule is not None:
-        wish = replace(wish, optimizer=rule, moment_bytes=cost.state_bytes_per_element(rule) / NUM_MOMENTS)
-    wish = replace(wish, memory_options=thrift, host_share=host)
-    result = _find_plans(wish, model, layout, top)
+        raise ValidationError.single("tokens", str(tokens), "is not a positive number of tokens", legal="> 0")
+    issues: list[ValidationIssue] = []
+    shape = _collect_issues(issues, lambda: resolve_shape(model))
+    target = _collect_issues(issues, lambda: parse_cluster(cluster))
+    correction = _collect_issues(issues, lambda: corrections.read_correction(correct, target)) if correct else 1.0
+    keys = grammar.parse_pairs(fixed)
+    issues += [*keys.issues, *_option_issues(shape, target, batch, seq_len, precision, objective, imbalance)]
+    if issues or shape is None or target is None or correction is None:
+        raise ValidationError(issues)
+    request = PlanRequest(
+        shape=shape,
+        cluster=target,
+        batch=batch or DEFAULT_SEQUENCES_PER_DEVICE * target.devices,
+        seq_len=seq_len or min(shape.max_seq_len or MAX_DEFAULT_SEQ_LEN, MAX_DEFAULT_SEQ_LEN),
+        precision=precision,
+        fixed=dict(keys.values),
+        plan_only=plan_only,
+        objective=objective,
+        correction=correction,
+        imbalance=imbalance or DEFAULT_IMBALANCE,
+        optimizer=optimizer,
+        moment_bytes=cost.state_bytes_per_element(optimizer) / NUM_MOMENTS if optimizer else PlanRequest.moment_bytes,
+        memory_options=memory_options,
+        host_share=host_share,
+    )
+    result = _find_plans(request, model, layout, top)
     if layout and imbalance and result.plans[0].layout.ep == 1:
         why = "requires ep > 1: a rank that holds all experts computes as many tokens, however they are routed"
-        raise ValidationError(
-            [ValidationIssue(key="imbalance", value=f"{imbalance:g}", message=why, hint="leave it out, or give ep")]
-        )
+        raise ValidationError.single("imbalance", f"{imbalance:g}", why, hint="leave it out, or give ep")
     if correct:
         result = replace(result, plans=tuple(corrections.note_correction(plan, correct) for plan in result.plans))
     if tokens:
@@ -110,7 +119,7 @@ def _find_plans(request: PlanRequest, model: str, layout: str, top: int) -> Plan
         if request.fixed:
             fixed = ",".join(f"{key}={value}" for key, value in request.fixed.items())
             rule = "is incompatible with --layout, which prices one layout"
-            raise ValidationError([ValidationIssue(key="fix", value=fixed, message=rule, hint="leave it out")])
+            raise ValidationError.single("fix", fixed, rule, hint="leave it out")
         return PlanResult(plans=(price_layout(request, layout),))
     plans = search_plans(request, top=top)
     if plans:
@@ -118,90 +127,57 @@ def _find_plans(request: PlanRequest, model: str, layout: str, top: int) -> Plan
     least = least_memory_plan(request)
     if least is None:
         rule = f"cannot be divided over {request.cluster.devices} devices with a batch of {request.batch}"
-        hint = "change the batch, or fix fewer keys"
-        raise ValidationError([ValidationIssue(key="model", value=model, message=rule, hint=hint)])
+        raise ValidationError.single("model", model, rule, hint="change the batch, or fix fewer keys")
     return PlanResult(plans=(), explanation=tuple(explain_infeasible(least)), nearest=least)
 
 
 def price_layout(request: PlanRequest, text: str) -> Plan:
     """Price one layout. It must match the devices and the batch, whether or not it fits into memory."""
-    layout = check_layout(
-        text,
-        world=request.cluster.devices,
-        batch=request.batch,
-        seq_len=request.seq_len,
-        model=RuleFacts(request.shape),
-    )
+    world, dimensions = request.cluster.devices, request.shape.dimensions
+    layout = check_layout(text, world=world, batch=request.batch, seq_len=request.seq_len, model=dimensions)
     return price(request.scenario(layout))
 
 
-def _parse_request(
-    model: str,
-    cluster: str,
+def _option_issues(
+    shape: ModelShape | None,
+    cluster: Cluster | None,
     batch: int,
     seq_len: int,
-    fixed: str,
     precision: str,
     objective: str,
-    plan_only: bool,
-    correct: str,
     imbalance: float,
-) -> PlanRequest:
-    """Parse the arguments, and raise all issues at once."""
-    faults: list[ValidationIssue] = []
-    shape = _collect_faults(lambda: resolve_shape(model), faults)
-    found = _collect_faults(lambda: clusters.parse_cluster(cluster), faults)
-    ratio = _collect_faults(lambda: corrections.read_correction(correct, found), faults) if correct else 1.0
-    read = grammar.parse_pairs(fixed)
-    faults += read.issues
+) -> Iterator[ValidationIssue]:
+    """Yield what is wrong with the options; a model or cluster that is None is an issue already."""
+
+    def issue(key: str, value: object, message: str, *, legal: str = "", hint: str = "") -> ValidationIssue:
+        return ValidationIssue(key=key, value=f"{value}", message=message, legal=legal, hint=hint)
+
     if precision not in PRECISIONS:
-        faults.append(
-            ValidationIssue(key="precision", value=precision, message="is not known", legal=", ".join(PRECISIONS))
-        )
+        yield issue("precision", precision, "is not known", legal=", ".join(PRECISIONS))
     if objective not in OBJECTIVES:
-        faults.append(
-            ValidationIssue(key="objective", value=objective, message="is not known", legal=", ".join(OBJECTIVES))
-        )
+        yield issue("objective", objective, "is not known", legal=", ".join(OBJECTIVES))
     for key, value in (("batch", batch), ("seq-len", seq_len)):
         if value < 0:
-            faults.append(ValidationIssue(key=key, value=str(value), message="is less than 1", legal=">= 1"))
+            yield issue(key, value, "is less than 1", legal=">= 1")
     if imbalance and not 1 <= imbalance < float("inf"):
-        rule = "is not a max/mean expert load"
-        faults.append(ValidationIssue(key="imbalance", value=f"{imbalance:g}", message=rule, legal=">= 1"))
+        yield issue("imbalance", f"{imbalance:g}", "is not a max/mean expert load", legal=">= 1")
     elif imbalance and shape is not None and not shape.experts:
         rule = f"requires MoE layers, which {shape.name} does not have"
-        faults.append(ValidationIssue(key="imbalance", value=f"{imbalance:g}", message=rule, hint="leave it out"))
+        yield issue("imbalance", f"{imbalance:g}", rule, hint="leave it out")
     # RoPE has no longest sequence; learned positions have.
     if shape is not None and shape.position_parameters and seq_len > shape.max_seq_len:
         rule = f"exceeds the longest sequence of {shape.name}"
-        faults.append(
-            ValidationIssue(key="seq-len", value=str(seq_len), message=rule, legal=f"1 to {shape.max_seq_len}")
-        )
-    if found is not None and precision in ("fp8", "fp4") and precision not in found.device.flops:
-        legal = ", ".join(kind for kind in PRECISIONS if kind in found.device.flops)
-        rule = f"cannot be multiplied by {found.device.name}"
-        faults.append(ValidationIssue(key="precision", value=precision, message=rule, legal=legal))
-    if faults or shape is None or found is None:
-        raise ValidationError(faults)
-    return PlanRequest(
-        shape=shape,
-        cluster=found,
-        batch=batch or DEFAULT_SEQUENCES_PER_DEVICE * found.devices,
-        seq_len=seq_len or min(shape.max_seq_len or MAX_DEFAULT_SEQ_LEN, MAX_DEFAULT_SEQ_LEN),
-        precision=precision,
-        fixed=dict(read.values),
-        plan_only=plan_only,
-        objective=objective,
-        correction=ratio or 1.0,
-        imbalance=imbalance or DEFAULT_IMBALANCE,
-    )
+        yield issue("seq-len", seq_len, rule, legal=f"1 to {shape.max_seq_len}")
+    if cluster is not None and precision in ("fp8", "fp4") and precision not in cluster.device.flops:
+        legal = ", ".join(dtype for dtype in PRECISIONS if dtype in cluster.device.flops)
+        yield issue("precision", precision, f"cannot be multiplied by {cluster.device.name}", legal=legal)
 
 
-def _collect_faults(make: Callable[[], T], faults: list[ValidationIssue]) -> T | None:
+def _collect_issues(issues: list[ValidationIssue], read: Callable[[], T]) -> T | None:
     try:
-        return make()
+        return read()
     except ValidationError as error:
-        faults += error.issues
+        issues += error.issues
         return None
 
 
@@ -220,6 +196,6 @@ def train_command(plan: Plan, model: str, settings: Sequence[str] = ()) -> str:
         "dtype": {"fp32": "float32", "fp16": "float16"}.get(plan.scenario.precision, "bfloat16"),
         **({"precision.compute": "fp8"} if plan.scenario.precision == "fp8" else {}),
     }
-    given = " ".join(f"--set {text}" for text in (*(f"{key}={value}" for key, value in chosen.items()), *settings))
+    options = " ".join(f"--set {text}" for text in (*(f"{key}={value}" for key, value in chosen.items()), *settings))
     several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT " if nodes > 1 else ""
-    return f"torchrun {several}--nproc-per-node {here} -m echelon train {given}"
+    return f"torchrun {several}--nproc-per-node {here} -m echelon train {options}"

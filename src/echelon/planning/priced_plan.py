@@ -65,7 +65,6 @@ class Plan:
 
     @property
     def runnable(self) -> bool:
-        """Whether `train` runs it."""
         return self.scenario.runnable
 
     @property
@@ -143,16 +142,18 @@ STAGE_CAUSES = ("products", "attention", "passing", "launches", "head", "recompu
 
 def action_durations(scenario: Scenario, work: StepWork, c: Constants = FITTED_CONSTANTS) -> Durations:
     """Seconds of every action of every stage."""
-    m = microbatch_time(work, c)
-    shares = [scenario.correction * share for share in layer_shares(scenario)]
+    m, correction = microbatch_time(work, c), scenario.correction
+    # Stages have equally many layers if pp divides them, else the last ones have fewer.
+    stages, layers = scenario.layout.pp * scenario.layout.vpp, scenario.shape.num_layers
+    each, rest = divmod(layers, stages)
+    shares = [correction * ((each + (stage < rest)) / layers) for stage in range(stages)]
     # A layer has two tp collectives in forward, two in backward, and two for recomputation.
     forward_share = 2 / (4 + 2 * float(work.microbatch.recompute.layers))
-    communication = float(m.tp + m.ep + m.cp)
-    forward = float(m.forward) + forward_share * communication
-    weight_grad = float(m.weight_grad)
+    communication = float(m.communication)
+    forward, weight_grad = float(m.forward) + forward_share * communication, float(m.weight_grad)
     recompute = float(recompute_time(work, m))
     input_grad = float(m.backward) - weight_grad + recompute + (1 - forward_share) * communication
-    last, head = len(shares) - 1, scenario.correction * float(m.head)
+    last, head, send = len(shares) - 1, correction * float(m.head), correction * float(m.pp)
 
     def per_stage(seconds: float) -> tuple[float, ...]:
         return tuple(share * seconds + head * (stage == last) for stage, share in enumerate(shares))
@@ -161,16 +162,9 @@ def action_durations(scenario: Scenario, work: StepWork, c: Constants = FITTED_C
         forward=per_stage(forward),
         input_grad=per_stage(input_grad),
         weight_grad=per_stage(weight_grad),
-        send_forward=scenario.correction * float(m.pp),
-        send_backward=scenario.correction * float(m.pp),
+        send_forward=send,
+        send_backward=send,
     )
-
-
-def layer_shares(scenario: Scenario) -> list[float]:
-    """Each stage's share of the layers: equal if pp divides them, else the last stages have fewer."""
-    stages, layers = scenario.layout.pp * scenario.layout.vpp, scenario.shape.num_layers
-    each, rest = divmod(layers, stages)
-    return [(each + (stage < rest)) / layers for stage in range(stages)]
 
 
 def step_timeline(scenario: Scenario, c: Constants = FITTED_CONSTANTS, *, microbatches: int = 0) -> Timeline:
@@ -200,7 +194,9 @@ def _simulate_pipeline(scenario: Scenario, work: StepWork, c: Constants) -> tupl
         return run(layout.accumulate)
     short, longer = run(first)[0], run(second)[0]
     duration = longer + (layout.accumulate - second) * (longer - short) / (second - first)
-    busy = layout.accumulate * _busy_seconds(durations) / layout.pp
+    passes = (durations.forward, durations.input_grad, durations.weight_grad)
+    stages = sum(sum(seconds) if isinstance(seconds, tuple) else seconds for seconds in passes)
+    busy = layout.accumulate * stages / layout.pp
     return duration, max(0.0, 1 - busy / duration)
 
 
@@ -216,14 +212,7 @@ def _cached_simulation(
 _cached_schedule = lru_cache(maxsize=32)(make_schedule)
 
 
-def _busy_seconds(durations: Durations) -> float:
-    """Seconds of all stages on one microbatch."""
-    passes = (durations.forward, durations.input_grad, durations.weight_grad)
-    return sum(sum(seconds) if isinstance(seconds, tuple) else seconds for seconds in passes)
-
-
 def memory_by_stage(scenario: Scenario, c: Constants = FITTED_CONSTANTS) -> list[RankMemory]:
-    """The memory of a rank of every stage."""
     c = constants_for(scenario, c)
     return [stage_memory(scenario, stage, c) for stage in range(scenario.layout.pp)]
 
@@ -243,5 +232,4 @@ def memory_over_time(scenario: Scenario, rank: int, c: Constants = FITTED_CONSTA
 
 
 def with_layout_keys(scenario: Scenario, **keys: int | str) -> Scenario:
-    """The scenario in a layout with other keys."""
     return replace(scenario, layout=scenario.layout.replace(**keys))

@@ -4,17 +4,21 @@ that a `PlanRequest` allows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 from echelon.layout import Layout
 from echelon.layout.layout import ASYNC_SCHEDULES, SPLIT_BACKWARD_SCHEDULES
 from echelon.layout.mesh import DEFAULT_ORDER
+from echelon.layout.remedy import Violation
+from echelon.layout.rules import LayoutConstraints, find_violations
 from echelon.memory.compression import cost as compression_cost
 from echelon.models.model_config import SIZES
 from echelon.optim import offload_support
 from echelon.optim.update_rule import UpdateRule
+from echelon.parallel.dp.zero import ShardingPolicy, sharding_policy
 from echelon.parallel.tp import cost as tp_cost
 from echelon.planning.calibrate.constants import DEFAULT_IMBALANCE
 from echelon.planning.cluster.cluster import Cluster
@@ -29,6 +33,10 @@ SCORE_WRITING_KERNELS = ("plain", "fused")
 PROGRAMS = ("echelon", "plain", "others")
 """Echelon, with its kernels if there is a GPU and the model is one of its own; Echelon on torch's operators alone;
 another framework, as in published runs"""
+NUM_MOMENTS = 2
+"""of AdamW"""
+FULL_LAYER_POLICIES = ("full", "every", "sqrt")
+"""recompute policies of full layers"""
 DEFAULT_MEMORY_OPTIONS = MemoryOptions()
 OBJECTIVES = ("time", "cost", "energy", "devices")
 """seconds, US dollars or joules of a step; the fewest devices, then seconds"""
@@ -64,6 +72,11 @@ class TrainingSetup:
     optimizer: UpdateRule | None = None
     """None: AdamW with moments of `moment_bytes`"""
     memory_options: MemoryOptions = DEFAULT_MEMORY_OPTIONS
+
+    def violations(self, layout: Layout, *, world: int | None = None, batch: int | None = None) -> dict[str, Violation]:
+        """The rules of the grammar and of the model that a layout breaks, by the rule's name."""
+        sizes = {"world": world, "batch": batch, "seq_len": self.seq_len}
+        return find_violations(layout, LayoutConstraints(**sizes, model=self.shape.dimensions))
 
     @cached_property
     def on_gpu(self) -> bool:
@@ -148,6 +161,31 @@ class Scenario(TrainingSetup):
         return 1 if self.layout.tp_kind == "1d" and not self.layout.sp else self.layout.tp
 
     @property
+    def recomputes_layers(self) -> bool:
+        """Whether the recompute policy is one of full layers."""
+        return self.layout.recompute.partition(":")[0] in FULL_LAYER_POLICIES
+
+    @property
+    def max_layer_share(self) -> float:
+        """Share of the layers on the rank that has the most."""
+        stages, layers = self.layout.pp * self.layout.vpp, self.shape.num_layers
+        return math.ceil(layers / stages) * self.layout.vpp / layers
+
+    @cached_property
+    def sharding_policy(self) -> ShardingPolicy:
+        """The ZeRO policy of the layout; other programs keep all states unsplit."""
+        policy = sharding_policy(self.layout, user_loop=self.program == "others")
+        # Each tp rank has a part of the norms' gradients (sequence_parallel.py, grid_parallel.py).
+        if self.layout.tp > 1 and (self.layout.sp or self.layout.tp_kind != "1d"):
+            return replace(policy, accumulates_grads=True)
+        return policy
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes per element of a gradient in its buffer."""
+        return self.reduce_bytes if self.sharding_policy.accumulates_grads else self.element_bytes
+
+    @property
     def expert_load(self) -> float:
         """Tokens of experts on the busiest rank, over those of an even load; 1 if a rank has all experts."""
         return min(self.imbalance, float(self.layout.ep)) if self.shape.experts else 1.0
@@ -167,7 +205,7 @@ class PlanRequest(TrainingSetup):
     fixed: Mapping[str, int | str] = field(default_factory=dict)
     """keys of the layout that the user sets"""
     plan_only: bool = False
-    """whether to rank layouts that `train` cannot run yet"""
+    """whether to rank layouts that `train` refuses, and shorter cp slices, too"""
     objective: str = "time"
     """one of OBJECTIVES"""
 

@@ -43,7 +43,7 @@ def calibration_lines(cluster: Cluster) -> list[str]:
         cluster.device.generation: "share of the peak that large matmuls reach",
         "edge": "elements that partly filled tiles add to each side of a matmul",
         "best_attention": "share of the peak that attention reaches",
-        "streaming": "share of the memory bandwidth that memory-bound operators reach",
+        "memory_bandwidth": "share of the memory bandwidth that memory-bound operators reach",
     }
     changed = {name: (getattr(FITTED_CONSTANTS, name), getattr(constants, name)) for name in names}
     lines = [f"  {names[name]}: {new:.3g} (was {old:.3g})" for name, (old, new) in changed.items() if old != new]

@@ -31,6 +31,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from echelon.pipeline.schedule import Schedule, v_placement
+from echelon.pipeline.schedules.bubble_time import DUALPIPE_V, unit_bubble
 from echelon.pipeline.schedules.phases import Phase, phased_schedule
 
 
@@ -55,10 +56,7 @@ def build(ranks: int, chunks: int, microbatches: int) -> Schedule:
 
 def bubble(ranks: int, chunks: int, microbatches: int) -> Fraction:
     """(d-1) / (6m+d-1) from 2d microbatches up, as ZB-V; with fewer the pairs wait for each other."""
-    makespan = 6 * microbatches + ranks - 1
-    if microbatches < 2 * ranks:
-        makespan = 4 * microbatches + 5 * ranks - (3 if microbatches <= ranks else 1)
-    return 1 - Fraction(6 * microbatches, makespan)
+    return unit_bubble(DUALPIPE_V, ranks, chunks, microbatches, added=int(ranks < microbatches < 2 * ranks))
 
 
 def in_flight(ranks: int, chunks: int, microbatches: int) -> tuple[int, ...]:

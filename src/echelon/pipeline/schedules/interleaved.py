@@ -24,6 +24,7 @@ from itertools import zip_longest
 
 from echelon.pipeline.actions import Action, ActionKind
 from echelon.pipeline.schedule import Schedule, looped_placement
+from echelon.pipeline.schedules.bubble_time import INTERLEAVED, unit_bubble
 from echelon.pipeline.schedules.sync_step import sync_schedule
 
 
@@ -50,10 +51,9 @@ def _num_warmup(rank: int, ranks: int, chunks: int) -> int:
 
 def bubble(ranks: int, chunks: int, microbatches: int) -> Fraction | None:
     """None where more than d microbatches are no multiple of d."""
-    if microbatches < ranks:  # the one group has holes, and all chunks but one wait for them, forward and backward
-        holes = (chunks - 1) * (ranks - microbatches)
-        return Fraction(ranks - 1 + holes, chunks * microbatches + ranks - 1 + holes)
-    return None if microbatches % ranks else Fraction(ranks - 1, chunks * microbatches + ranks - 1)
+    # With fewer, the one group has holes, and all chunks but one wait for them, forward and backward.
+    has_formula = microbatches < ranks or microbatches % ranks == 0
+    return unit_bubble(INTERLEAVED, ranks, chunks, microbatches) if has_formula else None
 
 
 def in_flight(ranks: int, chunks: int, microbatches: int) -> tuple[int, ...]:

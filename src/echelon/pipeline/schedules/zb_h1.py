@@ -19,6 +19,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from echelon.pipeline.schedule import Schedule, looped_placement
+from echelon.pipeline.schedules.bubble_time import ZB_H1, unit_bubble
 from echelon.pipeline.schedules.phases import Phase, phased_schedule
 
 
@@ -40,8 +41,7 @@ def build(ranks: int, chunks: int, microbatches: int) -> Schedule:
 
 def bubble(ranks: int, chunks: int, microbatches: int) -> Fraction:
     """(d-1) / (3m+d-1) from d microbatches up; fewer do not fill the way there and back."""
-    makespan = max(3 * microbatches + ranks - 1, 2 * (microbatches + ranks) - 1)
-    return 1 - Fraction(3 * microbatches, makespan)
+    return unit_bubble(ZB_H1, ranks, chunks, microbatches)
 
 
 def in_flight(ranks: int, chunks: int, microbatches: int) -> tuple[int, ...]:

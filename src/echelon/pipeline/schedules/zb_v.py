@@ -30,6 +30,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from echelon.pipeline.schedule import Schedule, v_placement
+from echelon.pipeline.schedules.bubble_time import ZB_V, unit_bubble
 from echelon.pipeline.schedules.phases import Phase, phased_schedule
 
 
@@ -55,8 +56,7 @@ def build(ranks: int, chunks: int, microbatches: int) -> Schedule:
 
 def bubble(ranks: int, chunks: int, microbatches: int) -> Fraction:
     """(d-1) / (6m+d-1) from 3d/2 microbatches up; fewer do not fill the way there and back, twice."""
-    makespan = max(6 * microbatches + ranks - 1, 4 * (microbatches + ranks) - 2)
-    return 1 - Fraction(6 * microbatches, makespan)
+    return unit_bubble(ZB_V, ranks, chunks, microbatches)
 
 
 def in_flight(ranks: int, chunks: int, microbatches: int) -> tuple[int, ...]:

@@ -5,8 +5,8 @@
     curves.matmul       the share of the peak that GEMMs reach, and their edge; least squares of
                             1 / rate = (1 + edge (1/m + 1/k + 1/n)) / (peak x share)
     curves.attention    best_attention; a row's FLOPs are causal, backward counted as 2.5 forwards
-    curves.memory       streaming
-    collectives         inside, the share of the link's bandwidth; their latency is read by work.py (links.py)
+    curves.memory       memory_bandwidth
+    collectives         intra_node, the share of the link's bandwidth; count_work.py reads their latency (link_time.py)
 
 What was not measured stays as it is. A calibration of calibrated constants changes nothing.
 """
@@ -27,7 +27,7 @@ from echelon.planning.cost.step_time import NARROW_HEAD_SPEED
 from echelon.planning.cost.step_work import GENERATIONS, HOPPER
 from echelon.planning.scenario import Scenario
 
-CPU_CONSTANTS = {"edge": 8.0, "context": 0.4, "step": 0.0}
+CPU_CONSTANTS = {"edge": 8.0, "context_gib": 0.4, "step_overhead": 0.0}
 """of a CPU: elements of a vector register; GiB of a process with torch; no device to wait for between steps"""
 
 
@@ -51,20 +51,20 @@ def calibrate(cluster: Cluster, c: Constants = FITTED_CONSTANTS) -> Constants:
 @lru_cache(maxsize=32)
 def _calibrate(cluster: Cluster, c: Constants) -> Constants:
     device, curves = cluster.device, cluster.curves
-    found = dict(CPU_CONSTANTS) if device.generation == "cpu" else {}
+    measured = dict(CPU_CONSTANTS) if device.generation == "cpu" else {}
     if curves is None:
-        return replace(c, **found)
+        return replace(c, **measured)
     if curves.matmul:
-        rate, edge = fit_matmul_rate(curves.matmul, found.get("edge", c.edge))
-        found |= {device.generation: rate / device.peak("bf16"), "edge": edge}
+        rate, edge = fit_matmul_rate(curves.matmul, measured.get("edge", c.edge))
+        measured |= {device.generation: rate / device.peak("bf16"), "edge": edge}
     if curves.attention:
-        found["best_attention"] = fit_attention_rate(curves.attention) / device.peak("bf16")
+        measured["best_attention"] = fit_attention_rate(curves.attention) / device.peak("bf16")
     if curves.memory:
-        found["streaming"] = curves.memory / device.bandwidth
+        measured["memory_bandwidth"] = curves.memory / device.bandwidth
     if link := fit_link(curves, cluster.per_node):
-        old = c.links_old if GENERATIONS.index(device.generation) < HOPPER else 1.0
-        found["inside"] = link.bandwidth / (cluster.intra_node.bandwidth * old)
-    return replace(c, **found)
+        old = c.pre_hopper_links if GENERATIONS.index(device.generation) < HOPPER else 1.0
+        measured["intra_node"] = link.bandwidth / (cluster.intra_node.bandwidth * old)
+    return replace(c, **measured)
 
 
 def fit_matmul_rate(rows: Sequence[tuple[int, int, int, float]], usual_edge: float) -> tuple[float, float]:

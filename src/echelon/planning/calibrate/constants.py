@@ -23,7 +23,7 @@ class Constants:
     fp4: float = 0.471
     edge: float = 107
     """elements added to each dimension of a GEMM, for partly filled tiles"""
-    odd: float = 0.768
+    misaligned_gemms: float = 0.768
     """extra time of a GEMM whose dims are not multiples of 64"""
     expert_edge: float = 1.4e03
     """`edge` of the grouped GEMMs of experts"""
@@ -32,57 +32,57 @@ class Constants:
     flash2: float = 0.381
     flash2_hopper: float = 0.175
     best_attention: float = 0.391
-    blocks: float = 0.98
+    blockwise_attention: float = 0.98
     """attention in the blocks of context parallelism, to that in one call, without merging: less than 1, as all but one
     block have no mask; published runs say little about it, anything from 0.95 to 1.02 suits them"""
-    scores: float = 13
+    fused_score_bytes: float = 13
     """bytes moved per score that is written out, with a fused softmax"""
-    plain_scores: float = 29.2
+    plain_score_bytes: float = 29.2
     """the same with plain operators"""
     # memory
-    streaming: float = 0.992
+    memory_bandwidth: float = 0.992
     """share of the memory's bandwidth that operators reach"""
-    loose_norms: float = 9.36
+    unfused_norms: float = 9.36
     """times the bytes that norms of several kernels move, to those of one"""
-    casts: float = 6.02
+    cast_bytes: float = 6.02
     """bytes moved per element to cast the inputs of low-precision GEMMs"""
     # starting
     launch: float = 0.000307
     """seconds of the host to launch a layer's kernels, forward or backward"""
     launch_experts: float = 0.0025
     """seconds more in a layer with experts: sorting tokens, many small kernels, waiting for counts"""
-    step: float = 0.045
-    """seconds of a step outside everything"""
-    alone: float = 0.5
+    step_overhead: float = 0.045
+    """seconds of a step outside all that is counted"""
+    single_device_share: float = 0.5
     """share of that on a single device"""
     # links
-    inside: float = 0.864
+    intra_node: float = 0.864
     """share of the bandwidth inside a node"""
-    outside: float = 0.852
+    inter_node: float = 0.852
     """of that between nodes"""
-    links_old: float = 0.716
+    pre_hopper_links: float = 0.716
     """share of both that programs before Hopper reach"""
-    tp_shown: float = 0.444
+    tp_exposed: float = 0.444
     """exposed share of tensor-parallel communication since Hopper; before, all of it"""
-    ep_shown: float = 0.28
-    pp_shown: float = 0.163
-    dp_hidden: float = 1.69
+    ep_exposed: float = 0.28
+    pp_exposed: float = 0.163
+    dp_overlap: float = 1.69
     """backwards of a microbatch that overlap gradient reduction, since Hopper"""
-    stream_hidden: float = 0.756
+    fsdp_overlap: float = 0.756
     """share of compute that overlaps parameter all-gathers of every microbatch"""
-    stream_shown: float = 1.44
+    fsdp_exposed: float = 1.44
     """exposed share of those all-gathers"""
     # the rest
-    update: float = 21.6
+    update_bytes: float = 21.6
     """bytes moved per parameter by the update"""
     # memory
-    slack: float = 0.2
+    activation_slack: float = 0.2
     """share by which activations take more than is counted: copies, and blocks that are not full"""
-    working: float = 9
+    backward_working: float = 9
     """times the activations of a layer that its backward needs while it runs: gradients, copies, workspace"""
-    context: float = 4
+    context_gib: float = 4
     """GiB of a device's context and its communication library"""
-    loose_saved: float = 7.0
+    unfused_norm_saved: float = 7.0
     """elements per element of width that norms of several kernels save in a layer: their steps, in 32 bits"""
     # how sure
     spread: float = 0.11
@@ -100,12 +100,12 @@ NATIVE_OVERRIDES: dict[str, float] = {
     "hopper": 0.706,
     "hopper_fp8": 0.666,
     "best_attention": 0.553,
-    "blocks": 1.07,  # bench/ring_attention.py at 32,768 tokens, less merging: 1.04 on four ranks, 1.11 on eight
+    "blockwise_attention": 1.07,  # bench/ring_attention.py at 32,768 tokens: 1.04 on four ranks, 1.11 on eight
     "expert_edge": 107.0,  # as of other GEMMs; MoE runs agree (bench/measured/h200-mixtures.json)
     "launch_experts": 0.0004,  # some 65 kernels more than in a dense layer, of 6 microseconds of the host each
-    "streaming": 0.787,
-    "casts": 0.0,  # counted by what they read and write (kernels.py)
-    "alone": 0.0,  # the host is a step ahead of its device
+    "memory_bandwidth": 0.787,
+    "cast_bytes": 0.0,  # counted by what they read and write (layer_counts.py)
+    "single_device_share": 0.0,  # the host is a step ahead of its device
 }
 """in their place where our kernels run: fitted to runs on one H200 (bench/measured/h200.json). Shares of what a
 device states are taken to be the same on other kinds, where nothing of ours was measured"""

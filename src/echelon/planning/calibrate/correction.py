@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from echelon.layout.validation_error import ValidationError, ValidationIssue
+from echelon.layout.validation_error import ValidationError
 from echelon.planning.cluster.cluster import Cluster
 from echelon.planning.priced_plan import Plan
 
@@ -43,37 +43,32 @@ def _digits(seconds: float) -> str:
 
 def read_correction(run: str, cluster: Cluster | None = None) -> float:
     """The correction factor of a run for plans on a cluster. Raises ValidationError if it has none."""
-    path = Path(run) / MEASURED_FILE
-    legal = "the folder of a run that ended, of a named model"
+    path, ended_run = Path(run) / MEASURED_FILE, "the folder of a run that ended, of a named model"
+
+    def error(message: str, legal: str = ended_run, hint: str = "") -> ValidationError:
+        return ValidationError.single("correct", run, message, legal=legal, hint=hint)
+
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        ratio, predicted = found["ratio"], found["predicted"]
-    except OSError as error:
-        rule = f"is not a run that ended ({path}: {(error.strerror or str(error)).lower()})"
-        raise ValidationError([ValidationIssue(key="correct", value=run, message=rule, legal=legal)]) from error
-    except (ValueError, KeyError, TypeError) as error:
-        rule = f"has a damaged {MEASURED_FILE} ({error!r})"
-        raise ValidationError([ValidationIssue(key="correct", value=run, message=rule, legal=legal)]) from error
+        measured = json.loads(path.read_text(encoding="utf-8"))
+        ratio, predicted = measured["ratio"], measured["predicted"]
+    except OSError as cause:
+        raise error(f"is not a run that ended ({path}: {(cause.strerror or str(cause)).lower()})") from cause
+    except (ValueError, KeyError, TypeError) as cause:
+        raise error(f"has a damaged {MEASURED_FILE} ({cause!r})") from cause
     if ratio is None:
-        rule = f"was not predicted ({predicted.get('reason', 'no reason given')})"
-        raise ValidationError([ValidationIssue(key="correct", value=run, message=rule, legal=legal)])
+        raise error(f"was not predicted ({predicted.get('reason', 'no reason given')})")
     if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not (math.isfinite(ratio) and ratio > 0):
-        rule = f"has a damaged {MEASURED_FILE} (ratio={ratio})"
-        raise ValidationError([ValidationIssue(key="correct", value=run, message=rule, legal="a ratio > 0")])
+        raise error(f"has a damaged {MEASURED_FILE} (ratio={ratio})", "a ratio > 0")
     if cluster is not None and cluster.curves is not None:
         rule = "was predicted without measured curves, which this cluster has: both would correct the same times"
-        hint = "leave out --correct, or give the cluster by its name"
-        raise ValidationError([ValidationIssue(key="correct", value=run, message=rule, hint=hint)])
-    kind = predicted.get("device", "")
-    if cluster is not None and kind and kind != cluster.device.name:
-        rule = f"ran on {kind}, and this is a plan for {cluster.device.name}"
-        raise ValidationError(
-            [ValidationIssue(key="correct", value=run, message=rule, legal=f"a run on {cluster.device.name}")]
-        )
+        raise error(rule, "", "leave out --correct, or give the cluster by its name")
+    device = predicted.get("device", "")
+    if cluster is not None and device and device != cluster.device.name:
+        rule = f"ran on {device}, and this is a plan for {cluster.device.name}"
+        raise error(rule, f"a run on {cluster.device.name}")
     return float(ratio)
 
 
 def note_correction(plan: Plan, run: str) -> Plan:
-    """The plan with the correction among its reasons."""
     note = f"Times are corrected by {plan.scenario.correction:.3g}, measured in {run}."
     return replace(plan, reasons=(note, *plan.reasons))

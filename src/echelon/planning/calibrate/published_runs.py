@@ -39,36 +39,20 @@ from echelon.planning.cluster.cluster import DISK_BANDWIDTH, HOST_MEMORY, Cluste
 from echelon.planning.cluster.device_kinds import DEVICE_KINDS, GIB, DeviceKind
 from echelon.planning.model.model_shape import ModelShape
 from echelon.planning.model.transformer_shape import transformer_shape
-from echelon.planning.scenario import Scenario
+from echelon.planning.scenario import SCORE_WRITING_KERNELS, Scenario
 
-PRECISIONS = {
-    "fp16": "fp16",
-    "bf16": "bf16",
-    "amp_bf16": "bf16",
-    "fp8": "fp8",
-    "amp_fp8": "fp8",
-    "nvfp4": "fp4",
-    "fp4": "fp4",
-}
+STATED_PRECISIONS = {"amp_bf16": "bf16", "amp_fp8": "fp8", "nvfp4": "fp4"}
+"""precisions that sources name otherwise"""
 DEEPSEEK = MLAConfig(query_rank=1536, kv_rank=512, rope_dim=64, nope_dim=128, value_dim=128)
-SCHEDULES = {
-    "1f1b": "1f1b",
-    "interleaved-1f1b": "interleaved",
-    "zb-1p": "zb-h1",
-    "zb-2p": "zb-v",
-    "zb-v": "zb-v",
-    "gpipe": "gpipe",
-}
+SCHEDULES = {name: name for name in ("1f1b", "zb-v", "gpipe")}
+SCHEDULES |= {"interleaved-1f1b": "interleaved", "zb-1p": "zb-h1", "zb-2p": "zb-v"}
 
 
 REQUIRED_COLUMNS = ("source_id", "hidden", "seq_len", "gpu", "gpus", "tp", "pp", "global_batch")
-"""required columns"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedRun:
-    """A run: its scenario and its measurements."""
-
     source: str
     scenario: Scenario
     seconds: float
@@ -97,7 +81,7 @@ def read_runs(path: Path | str) -> list[Mapping[str, str]]:
 
 
 def parse_run(row: Mapping[str, str]) -> PublishedRun:
-    """Parse a row. Raises `UnusableRow` with the reason if it cannot be predicted."""
+    """Parse a row. Raises `UnusableRowError` with the reason if it cannot be predicted."""
     get = _RowCells(row)
     note = row.get("note", "").lower()
     if "lora" in note or "sft" in note:
@@ -109,8 +93,10 @@ def parse_run(row: Mapping[str, str]) -> PublishedRun:
     if missing:
         raise UnusableRowError(f"no {missing[0]}")
     device = _device(row["gpu"])
-    precision = PRECISIONS.get(row.get("precision", "").lower().split("-")[0].removeprefix("mx"), "")
-    precision = precision or ("fp16" if device.generation == "volta" else "bf16")
+    stated = row.get("precision", "").lower().split("-")[0].removeprefix("mx")
+    precision = STATED_PRECISIONS.get(stated, stated)
+    if precision not in ("fp16", "bf16", "fp8", "fp4"):
+        precision = "fp16" if device.generation == "volta" else "bf16"
     modern = device.generation not in ("volta", "ampere")
     tp, pp, cp = get.integer("tp", 1), get.integer("pp", 1), get.integer("cp", 1)
     dp = get.integer("dp", max(1, get.integer("gpus", 1) // (tp * pp * cp)))
@@ -119,15 +105,10 @@ def parse_run(row: Mapping[str, str]) -> PublishedRun:
     attention = _attention(row, device, precision)
     shape = _shape(get, row)
     oom = row["source_id"].endswith("_oom") or note.startswith("oom")
-    recompute = row.get("recompute", "") or (
-        "full" if attention in ("plain", "fused") and shape.parameters * 18 > 4 * device.memory else "none"
-    )
+    is_large = attention in SCORE_WRITING_KERNELS and shape.parameters * 18 > 4 * device.memory
+    recompute = row.get("recompute", "") or ("full" if is_large else "none")
     zero = get.integer("zero_stage", 1 if dp > 1 and device.generation != "volta" else 0, zero=True)
-    microbatch, batch, seq_len = (
-        get.integer("micro_batch", 1),
-        get.integer("global_batch", 1),
-        get.integer("seq_len", 1),
-    )
+    microbatch, batch = get.integer("micro_batch", 1), get.integer("global_batch", 1)
     layout = Layout(
         dp=dp,
         zero=zero,
@@ -142,11 +123,11 @@ def parse_run(row: Mapping[str, str]) -> PublishedRun:
         accumulate=max(1, round(batch / (dp * microbatch))),
         recompute=recompute if recompute in ("none", "full", "selective") else "full",
     )
-    case = Scenario(
+    scenario = Scenario(
         shape=shape,
         cluster=_cluster(row, device, get),
         layout=layout,
-        seq_len=seq_len,
+        seq_len=get.integer("seq_len", 1),
         precision=precision,
         attention_kernel=attention,
         fused_norms="RMS" in row.get("kernel", "") or not row.get("kernel"),
@@ -154,38 +135,35 @@ def parse_run(row: Mapping[str, str]) -> PublishedRun:
         imbalance=1.0,
         reduce_bytes=4 if zero < 2 and (modern or (precision == "fp16" and device.generation == "ampere")) else 2,
     )
-    found = PublishedRun(
+    seconds = 0.0 if oom else _seconds(get, shape, note)
+    if not oom and not seconds:
+        raise UnusableRowError("no time")
+    group = ("model_name", "gpu", "gpus", "seq_len", "global_batch", "precision")
+    return PublishedRun(
         source=row["source_id"].removesuffix("_oom"),
-        scenario=case,
-        seconds=0.0 if oom else _seconds(get, shape, note),
+        scenario=scenario,
+        seconds=seconds,
         peak_bytes=get.number("peak_mem_gib") * GIB,
         out_of_memory=oom,
-        group="/".join(
-            row.get(key, "") for key in ("model_name", "gpu", "gpus", "seq_len", "global_batch", "precision")
-        ),
+        group="/".join(row.get(key, "") for key in group),
     )
-    if not oom and not found.seconds:
-        raise UnusableRowError("no time")
-    return found
 
 
 def parse_runs(rows: Iterable[Mapping[str, str]]) -> tuple[list[PublishedRun], dict[str, int]]:
     """The usable runs, and counts of the others by reason."""
-    found: list[PublishedRun] = []
+    runs: list[PublishedRun] = []
     skipped: dict[str, int] = {}
     for row in rows:
         try:
-            found.append(parse_run(row))
+            runs.append(parse_run(row))
         except UnusableRowError as reason:
             skipped[str(reason)] = skipped.get(str(reason), 0) + 1
-    return found, skipped
+    return runs, skipped
 
 
+@dataclass(frozen=True)
 class _RowCells:
-    """A row's numbers."""
-
-    def __init__(self, row: Mapping[str, str]):
-        self.row = row
+    row: Mapping[str, str]
 
     def number(self, key: str) -> float:
         """0 where it is blank."""
@@ -212,15 +190,10 @@ def _device(gpu: str) -> DeviceKind:
 
 
 def _cluster(row: Mapping[str, str], device: DeviceKind, get: _RowCells) -> Cluster:
-    stated = re.search(r"nvlink domain (\d+)", row.get("note", "").lower())
-    per_node = (
-        int(stated[1])
-        if stated
-        else device.nvlink_domain
-        if device.nvlink_domain > 8
-        else get.integer("gpus_per_node", 8)
-    )
     devices = get.integer("gpus", 1)
+    per_node = device.nvlink_domain if device.nvlink_domain > 8 else get.integer("gpus_per_node", 8)
+    if stated := re.search(r"nvlink domain (\d+)", row.get("note", "").lower()):
+        per_node = int(stated[1])
     per_node = min(per_node, devices)
     node = _node_bandwidth(row.get("inter_node_bw", ""))
     outside = replace(device.inter_node, bandwidth=node / min(per_node, 8)) if node else device.inter_node
@@ -243,13 +216,11 @@ def _chunks(layers: int, pp: int) -> int:
 def _node_bandwidth(text: str) -> float:
     """Bytes per second, from what a source writes."""
     lower = text.lower()
-    if found := re.search(r"(\d+)x(\d+)\s*gb/s", lower):
-        return float(found[1]) * float(found[2]) * 1e9
-    if found := re.search(r"(\d+)\s*gb/s", lower):  # written Gb/s: bits
-        return float(found[1]) * 1e9 / 8
-    if "omni-path" in lower:
-        return 4 * 12.5e9
-    return 0.0
+    if links := re.search(r"(\d+)x(\d+)\s*gb/s", lower):
+        return float(links[1]) * float(links[2]) * 1e9
+    if bits := re.search(r"(\d+)\s*gb/s", lower):  # written Gb/s
+        return float(bits[1]) * 1e9 / 8
+    return 4 * 12.5e9 if "omni-path" in lower else 0.0
 
 
 def _attention(row: Mapping[str, str], device: DeviceKind, precision: str) -> str:

@@ -66,13 +66,12 @@ class Score:
 
 
 def time_errors(sources: Sequence[str], predicted: Array, measured: Array) -> dict[str, TimeErrors]:
-    """By source."""
-    wrong = np.abs(predicted / measured - 1)
-    found = {}
-    for source in sorted(set(sources)):
-        own = wrong[[i for i, other in enumerate(sources) if other == source]]
-        found[source] = TimeErrors(rows=len(own), median=float(np.median(own)), p90=float(np.quantile(own, 0.9)))
-    return found
+    wrong, named = np.abs(predicted / measured - 1), np.array(sources)
+    by_source = {source: wrong[named == source] for source in sorted(set(sources))}
+    return {
+        source: TimeErrors(rows=len(errors), median=float(np.median(errors)), p90=float(np.quantile(errors, 0.9)))
+        for source, errors in by_source.items()
+    }
 
 
 def score_runs(
@@ -82,16 +81,11 @@ def score_runs(
     *,
     track: Callable[[Iterable[PublishedRun]], Iterable[PublishedRun]] = iter,
 ) -> Score:
-    """Predict and score every run."""
-    plans = [(question, price(question.scenario, c) if question.seconds else None) for question in track(runs)]
-    timed = [(question, plan) for question, plan in plans if plan is not None]
-    sources = [question.source for question, _ in timed]
-    wrong = time_errors(
-        sources,
-        np.array([plan.seconds for _, plan in timed]),
-        np.array([question.seconds for question, _ in timed]),
-    )
-    fits = {source: fit_accuracy([q for q in runs if q.source == source], c) for source in all_sources(runs)}
+    timed = [(run, price(run.scenario, c)) for run in track(runs) if run.seconds]
+    predicted, measured = np.array([plan.seconds for _, plan in timed]), np.array([run.seconds for run, _ in timed])
+    wrong = time_errors([run.source for run, _ in timed], predicted, measured)
+    sources = sorted({run.source for run in runs})
+    fits = {source: fit_accuracy([run for run in runs if run.source == source], c) for source in sources}
     regrets = {source: regret([pair for pair in timed if pair[0].source == source]) for source in wrong}
     several = [one for one in wrong.values() if one.rows >= MIN_ROWS]
     known = [value for value in fits.values() if value is not None]
@@ -105,28 +99,24 @@ def score_runs(
                 fit_accuracy=fits[source],
                 regret=regrets.get(source),
             )
-            for source in all_sources(runs)
+            for source in sources
         },
         time_median=statistics.mean(one.median for one in several) if several else float("nan"),
         time_p90=statistics.mean(one.p90 for one in several) if several else float("nan"),
         fit_accuracy=statistics.mean(known) if known else None,
         regret=statistics.mean(groups) if groups else None,
-        coverage=statistics.mean(float(plan.low <= q.seconds <= plan.high) for q, plan in timed) if timed else 0.0,
+        coverage=statistics.mean(float(plan.low <= run.seconds <= plan.high) for run, plan in timed) if timed else 0.0,
         half_width=statistics.median((plan.high - plan.low) / 2 / plan.seconds for _, plan in timed) if timed else 0.0,
         skipped=skipped,
     )
 
 
-def all_sources(runs: Sequence[PublishedRun]) -> list[str]:
-    return sorted({question.source for question in runs})
-
-
 def fit_accuracy(runs: Sequence[PublishedRun], c: Constants = FITTED_CONSTANTS) -> float | None:
     """Balanced over those that fitted and those that did not; none where one of the two is missing."""
     right: dict[bool, list[bool]] = {True: [], False: []}
-    for question in runs:
-        fits = peak_memory(question.scenario, c).total <= question.scenario.cluster.memory
-        right[question.out_of_memory].append(fits != question.out_of_memory)
+    for run in runs:
+        fits = peak_memory(run.scenario, c).total <= run.scenario.cluster.memory
+        right[run.out_of_memory].append(fits != run.out_of_memory)
     if not all(right.values()):
         return None
     return statistics.mean(statistics.mean(map(float, side)) for side in right.values())
@@ -135,9 +125,8 @@ def fit_accuracy(runs: Sequence[PublishedRun], c: Constants = FITTED_CONSTANTS) 
 def regret(timed: Sequence[tuple[PublishedRun, Plan]]) -> float | None:
     """Mean over the groups of several runs; none where there are none."""
     groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for question, plan in timed:
-        groups[question.group].append((plan.seconds, question.seconds))
-    losses = [
-        min(runs)[1] / min(measured for _, measured in runs) - 1 for runs in groups.values() if len(runs) >= MIN_ROWS
-    ]
+    for run, plan in timed:
+        groups[run.group].append((plan.seconds, run.seconds))
+    large = [runs for runs in groups.values() if len(runs) >= MIN_ROWS]
+    losses = [min(runs)[1] / min(measured for _, measured in runs) - 1 for runs in large]
     return statistics.mean(losses) if losses else None

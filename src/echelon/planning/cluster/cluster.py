@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -76,7 +76,6 @@ class Cluster:
     """Devices and their links."""
 
     name: str
-    """as given"""
     node_groups: tuple[NodeGroup, ...]
     """several where device kinds or node sizes differ"""
     intra_node: LinkSpec
@@ -105,14 +104,17 @@ class Cluster:
     @cached_property
     def device(self) -> DeviceKind:
         """The slowest device kind, which the others wait for."""
-        return min(
-            (part.device for part in self.node_groups), key=lambda device: (device.peak("bf16"), device.bandwidth)
-        )
+        devices = (group.device for group in self.node_groups)
+        return min(devices, key=lambda device: (device.peak("bf16"), device.bandwidth))
 
     @cached_property
     def memory(self) -> int:
         """Bytes of the smallest device."""
         return min(part.device.memory for part in self.node_groups)
+
+    def with_devices(self, change: Callable[[DeviceKind], DeviceKind]) -> Cluster:
+        groups = (replace(group, device=change(group.device)) for group in self.node_groups)
+        return replace(self, node_groups=tuple(groups))
 
     @property
     def price(self) -> float:
@@ -155,12 +157,10 @@ def parse_cluster(text: str) -> Cluster:
     if text.endswith(".toml") or os.path.isfile(text):
         return read_cluster_file(text)
     pieces = [_parse_group(piece.strip()) for piece in text.split("+")]
-    faults = [found for found in pieces if isinstance(found, ValidationIssue)]
-    if faults:
-        raise ValidationError(faults)
-    parts = [part for piece in pieces if not isinstance(piece, ValidationIssue) for part in piece[0]]
-    links = [piece[1] for piece in pieces if not isinstance(piece, ValidationIssue)]
-    return build_cluster(text, parts, links)
+    groups = [piece for piece in pieces if not isinstance(piece, ValidationIssue)]
+    if len(groups) < len(pieces):
+        raise ValidationError(piece for piece in pieces if isinstance(piece, ValidationIssue))
+    return build_cluster(text, [part for parts, _ in groups for part in parts], [link for _, link in groups])
 
 
 _GROUP = re.compile(r"(?P<count>-?\d{1,12})\s*[x*]\s*(?P<kind>[a-z0-9._-]+)(:(?P<network>\w*))?", re.IGNORECASE)
@@ -169,29 +169,25 @@ _LEGAL = "COUNTxKIND[:ib|:eth|:roce] such as 8xh100, several joined by +, a TOML
 
 def _parse_group(text: str) -> tuple[list[NodeGroup], LinkSpec] | ValidationIssue:
     """The nodes of one device kind and the links between them, or an issue."""
+
+    def issue(message: str, legal: str, hint: str = "") -> ValidationIssue:
+        return ValidationIssue(key="cluster", value=text, message=message, legal=legal, hint=hint)
+
     match = _GROUP.fullmatch(text)
     if match is None:
         meant = next((kind for kind in DEVICE_KINDS if text.lower().endswith(kind)), "")
         hint = f'did you mean "{re.match(r"[0-9]*", text)[0] or 1}x{meant}"?' if meant else ""  # type: ignore[index]
-        return ValidationIssue(key="cluster", value=text, message="cannot be read", legal=_LEGAL, hint=hint)
+        return issue("cannot be read", _LEGAL, hint)
     count, kind, network = int(match["count"]), match["kind"].lower(), (match["network"] or "ib").lower()
     if not 1 <= count <= MAX_DEVICES:
-        return ValidationIssue(
-            key="cluster", value=text, message="has no number of devices", legal=f"1 to {MAX_DEVICES}"
-        )
-    if kind not in DEVICE_KINDS:
-        return _unknown(text, "a kind of device", kind, DEVICE_KINDS)
-    if network not in NETWORKS:
-        return _unknown(text, "a network", network, NETWORKS)
+        return issue("has no number of devices", f"1 to {MAX_DEVICES}")
+    known: tuple[tuple[str, str, Iterable[str]], ...]
+    known = (("a kind of device", kind, DEVICE_KINDS), ("a network", network, NETWORKS))
+    for what, word, words in known:
+        if word not in words:
+            return issue(f"does not name {what} ({word})", ", ".join(words), did_you_mean(word, words))
     parts = list(split_into_nodes(DEVICE_KINDS[kind], count))
     return parts, _network_link(network, parts)
-
-
-def _unknown(text: str, what: str, word: str, words: dict[str, DeviceKind] | dict[str, float]) -> ValidationIssue:
-    rule = f"does not name {what} ({word})"
-    return ValidationIssue(
-        key="cluster", value=text, message=rule, legal=", ".join(words), hint=did_you_mean(word, words)
-    )
 
 
 def split_into_nodes(device: DeviceKind, count: int) -> Iterator[NodeGroup]:
@@ -211,9 +207,6 @@ def _network_link(name: str, parts: Sequence[NodeGroup]) -> LinkSpec:
     return LinkSpec(bandwidth=NETWORKS[name] / sharing, latency=ETHERNET_LATENCY)
 
 
-# -- this machine -----------------------------------------------------------------------------------------------------
-
-
 def local_cluster(device: str = "auto") -> Cluster:
     """The GPUs of this machine as one node, or its CPU cores if it has none or `device` is cpu."""
     import torch  # slow, and needed only here
@@ -223,17 +216,13 @@ def local_cluster(device: str = "auto") -> Cluster:
         memory = _physical_memory()
         cpu = replace(DEVICE_KINDS["cpu"], memory=memory // cores)
         return replace(build_cluster("here", [NodeGroup(device=cpu, nodes=1, per_node=cores)]), host_memory=memory)
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    unknown = sorted(
-        {properties.name for properties in found if not device_kind(properties.name, properties.total_memory)}
-    )
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    unknown = sorted({gpu.name for gpu in gpus if not device_kind(gpu.name, gpu.total_memory)})
     if unknown:
         rule = f"has unknown devices ({', '.join(unknown)})"
         hint = "describe them in a TOML file, as echelon.planning.cluster.cluster_file says"
-        raise ValidationError(
-            [ValidationIssue(key="cluster", value="here", message=rule, legal=", ".join(DEVICE_KINDS), hint=hint)]
-        )
-    kinds = sorted((device_kind(p.name, p.total_memory), p.total_memory) for p in found)
+        raise ValidationError.single("cluster", "here", rule, legal=", ".join(DEVICE_KINDS), hint=hint)
+    kinds = sorted((device_kind(gpu.name, gpu.total_memory), gpu.total_memory) for gpu in gpus)
     parts = [
         NodeGroup(device=replace(DEVICE_KINDS[kind], memory=memory), nodes=1, per_node=len(list(same)))
         for (kind, memory), same in groupby(kinds)
@@ -248,8 +237,8 @@ def device_kind(name: str, memory: int) -> str:
     ('a100-80', 'h200')
     """
     words = re.split(r"[^a-z0-9]+", name.lower())
-    found = [kind for kind in DEVICE_KINDS if kind.partition("-")[0] in words]
-    return min(found, key=lambda kind: abs(DEVICE_KINDS[kind].memory - memory), default="")
+    named = [kind for kind in DEVICE_KINDS if kind.partition("-")[0] in words]
+    return min(named, key=lambda kind: abs(DEVICE_KINDS[kind].memory - memory), default="")
 
 
 def _physical_memory() -> int:

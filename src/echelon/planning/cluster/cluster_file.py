@@ -40,6 +40,7 @@ from echelon.layout.validation_error import ValidationError, ValidationIssue, di
 from echelon.planning.cluster.cluster import MAX_DEVICES, Cluster, MeasuredCurves, NodeGroup, build_cluster
 from echelon.planning.cluster.device_kinds import DEVICE_KINDS, GIB, DeviceKind, LinkSpec
 
+Table = dict[str, Any]
 GENERATIONS = ("volta", "ampere", "hopper", "blackwell", "cpu")
 DTYPES = ("bf16", "fp16", "fp8", "fp4", "fp32")
 
@@ -67,17 +68,11 @@ class NumberField:
         if isinstance(value, bool) or not isinstance(value, int | Decimal) or not Decimal(value).is_finite():
             return None
         number = Decimal(value)
-        if (
-            number < 0
-            or (number == 0 and not self.allows_zero)
-            or number > self.maximum
-            or (self.integer and number % 1)
-        ):
+        if not 0 <= number <= self.maximum or (self.integer and number % 1):
             return None
-        if self.integer:
-            return int(number)
-        found = round(number * GIB) if self.in_gib else float(number.scaleb(self.shift))
-        return found if found or self.allows_zero else None
+        parsed = round(number * GIB) if self.in_gib else float(number.scaleb(self.shift))
+        parsed = int(number) if self.integer else parsed
+        return parsed if parsed or self.allows_zero else None
 
     def format(self, value: float | int) -> str:
         if self.in_gib:
@@ -99,6 +94,11 @@ DEVICE = {
     "price": NumberField(allows_zero=True),
 }
 """numbers of a device kind: price in US dollars an hour; domain: devices of a node"""
+DEVICE_ATTRIBUTES = {"memory_gib": "memory", "memory_tbps": "bandwidth", "domain": "nvlink_domain"}
+DEVICE_ATTRIBUTES |= {"watts": "watts", "price": "price"}
+"""the fields of a `DeviceKind` by their keys"""
+DEVICE_LINKS = {"inside_": "intra_node", "outside_": "inter_node", "host_": "host_link"}
+"""its links by the prefix of their keys"""
 OPTIONAL = {"bf16_tflops", "fp16_tflops", "fp8_tflops", "fp4_tflops", "domain", "watts", "price"}
 SIZE, TERA, BYTES = NumberField(integer=True), NumberField(shift=12), NumberField(integer=True, maximum=1e15)
 CURVE_COLUMNS = {
@@ -107,10 +107,6 @@ CURVE_COLUMNS = {
     **dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"), (BYTES, SECONDS)),
 }
 RATES = {"memory_tbps": TERA, "host_gbps": GBPS}
-TOP_LEVEL_KEYS = ("name", "part", "inside", "outside", "host", "curves")
-
-
-# -- reading ----------------------------------------------------------------------------------------------------------
 
 
 class TableReader:
@@ -134,17 +130,14 @@ class TableReader:
         return {key: value for key, value in given.items() if key in known}
 
     def numbers(self, given: dict[str, Any], where: str, known: Mapping[str, NumberField]) -> dict[str, Any]:
-        found = {}
-        for key, number in known.items():
-            if key in given and (value := self.number(given[key], f"{where}.{key}", number)) is not None:
-                found[key] = value
-        return found
+        parsed = {key: self.number(given[key], f"{where}.{key}", known[key]) for key in known if key in given}
+        return {key: value for key, value in parsed.items() if value is not None}
 
     def number(self, value: Any, key: str, number: NumberField) -> float | int | None:
-        found = number.parse(value)
-        if found is None:
+        parsed = number.parse(value)
+        if parsed is None:
             self.fault(key, value, "is not a number that it can be", number.legal)
-        return found
+        return parsed
 
     def text(self, value: Any, key: str, legal: str) -> str:
         if isinstance(value, str) and value.strip():
@@ -152,52 +145,45 @@ class TableReader:
         self.fault(key, value, "is not a text", legal)
         return ""
 
-    def missing(self, where: str, keys: list[str]) -> None:
-        if keys:
-            self.fault(where, "", f"lacks {', '.join(keys)}", hint="add them")
-
 
 def _format_value(value: Any) -> str:
     return str(value) if isinstance(value, str | int | Decimal) else json.dumps(value, default=str)[:80]
 
 
 def read_cluster_file(path: str) -> Cluster:
-    """Read a cluster from a TOML file."""
     legal = "a TOML file that can be read; the docstring of echelon.planning.cluster.cluster_file shows one"
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        given = tomllib.loads(text, parse_float=Decimal)
+        given = tomllib.loads(Path(path).read_text(encoding="utf-8"), parse_float=Decimal)
     except (OSError, ValueError) as error:
-        fault = ValidationIssue(key="cluster", value=path, message=f"cannot be read ({error})", legal=legal)
-        raise ValidationError([fault]) from error
+        raise ValidationError.single("cluster", path, f"cannot be read ({error})", legal=legal) from error
     return cluster_from_table(given, Path(path).stem)
 
 
 def cluster_from_toml(text: str) -> Cluster:
-    """Parse a cluster from TOML."""
     return cluster_from_table(tomllib.loads(text, parse_float=Decimal), "cluster")
 
 
 def cluster_from_table(given: dict[str, Any], name: str) -> Cluster:
     reader = TableReader()
-    found = reader.table(given, "", TOP_LEVEL_KEYS)
-    name = reader.text(found.get("name", name), "name", "any text")
-    listed = found.get("part", [])
+    tables = reader.table(given, "", ("name", "part", "inside", "outside", "host", "curves"))
+    name = reader.text(tables.get("name", name), "name", "any text")
+    listed = tables.get("part", [])
     if not isinstance(listed, list) or not listed:
         reader.fault("part", listed, "lists no devices", "one table [[part]] per kind and size of node")
         listed = []
     parts = [_node_group(reader, part, f"part[{index}]") for index, part in enumerate(listed)]
-    tables = {key: reader.table(found.get(key, {}), key, LINK) for key in ("inside", "outside")}
-    links = {key: reader.numbers(table, key, LINK) for key, table in tables.items()}
-    host = reader.numbers(reader.table(found.get("host", {}), "host", HOST), "host", HOST)
-    curves = _curves(reader, found["curves"]) if "curves" in found else None
+    inside, outside, host = (
+        reader.numbers(reader.table(tables.get(key, {}), key, known), key, known)
+        for key, known in (("inside", LINK), ("outside", LINK), ("host", HOST))
+    )
+    curves = _curves(reader, tables["curves"]) if "curves" in tables else None
     if reader.faults:
         raise ValidationError(reader.faults)
     usual = build_cluster(name, [part for part in parts if part])
     return replace(
         usual,
-        intra_node=_link(usual.intra_node, links["inside"]),
-        inter_node=_link(usual.inter_node, links["outside"]),
+        intra_node=_link(usual.intra_node, inside),
+        inter_node=_link(usual.inter_node, outside),
         host_memory=host.get("memory_gib", usual.host_memory),
         disk_bandwidth=host.get("disk_gbps", usual.disk_bandwidth),
         curves=curves,
@@ -205,10 +191,8 @@ def cluster_from_table(given: dict[str, Any], name: str) -> Cluster:
 
 
 def _link(usual: LinkSpec, given: Mapping[str, Any], prefix: str = "") -> LinkSpec:
-    return LinkSpec(
-        bandwidth=given.get(f"{prefix}bandwidth_gbps", usual.bandwidth),
-        latency=given.get(f"{prefix}latency_us", usual.latency),
-    )
+    bandwidth = given.get(f"{prefix}bandwidth_gbps", usual.bandwidth)
+    return LinkSpec(bandwidth=bandwidth, latency=given.get(f"{prefix}latency_us", usual.latency))
 
 
 def _node_group(reader: TableReader, given: Any, where: str) -> NodeGroup | None:
@@ -217,11 +201,8 @@ def _node_group(reader: TableReader, given: Any, where: str) -> NodeGroup | None
     nodes = reader.number(table.get("nodes", 1), f"{where}.nodes", COUNT)
     per_node = reader.number(table["per_node"], f"{where}.per_node", COUNT) if "per_node" in table else 0
     numbers = reader.numbers(table, where, DEVICE)
-    device = (
-        _known_device(reader, table, where, numbers)
-        if "kind" in table
-        else _custom_device(reader, table, where, numbers)
-    )
+    read_device = _known_device if "kind" in table else _custom_device
+    device = read_device(reader, table, where, numbers)
     if device is None or nodes is None or per_node is None:
         return None
     if "kind" not in table and "domain" not in table:
@@ -229,7 +210,7 @@ def _node_group(reader: TableReader, given: Any, where: str) -> NodeGroup | None
     return NodeGroup(device=device, nodes=int(nodes), per_node=int(per_node) or device.nvlink_domain)
 
 
-def _known_device(reader: TableReader, table: dict[str, Any], where: str, numbers: dict[str, Any]) -> DeviceKind | None:
+def _known_device(reader: TableReader, table: Table, where: str, numbers: Table) -> DeviceKind | None:
     for key in {"name", "generation"} & table.keys():
         reader.fault(f"{where}.{key}", table[key], "does not go with kind", hint="leave one of them out")
     kind = reader.text(table["kind"], f"{where}.kind", ", ".join(DEVICE_KINDS))
@@ -239,14 +220,11 @@ def _known_device(reader: TableReader, table: dict[str, Any], where: str, number
     return _device(DEVICE_KINDS[kind], numbers) if kind in DEVICE_KINDS else None
 
 
-def _custom_device(
-    reader: TableReader, table: dict[str, Any], where: str, numbers: dict[str, Any]
-) -> DeviceKind | None:
+def _custom_device(reader: TableReader, table: Table, where: str, numbers: Table) -> DeviceKind | None:
     before = len(reader.faults)
     if "name" not in table:
-        reader.fault(
-            where, "", "lacks its kind", ", ".join(DEVICE_KINDS), "or a `name` and the numbers of a custom device"
-        )
+        hint = "or a `name` and the numbers of a custom device"
+        reader.fault(where, "", "lacks its kind", ", ".join(DEVICE_KINDS), hint)
         return None
     name = reader.text(table["name"], f"{where}.name", "any text")
     generation = table.get("generation", "")
@@ -254,42 +232,22 @@ def _custom_device(
         reader.fault(f"{where}.generation", generation, "is not one that planning knows", ", ".join(GENERATIONS))
     lacking = [key for key in DEVICE if key not in table and key not in OPTIONAL]
     lacking += ["bf16_tflops or fp16_tflops"] if not {"bf16_tflops", "fp16_tflops"} & table.keys() else []
-    reader.missing(where, [*lacking, *(["per_node"] if "per_node" not in table else [])])
+    lacking += ["per_node"] if "per_node" not in table else []
+    if lacking:
+        reader.fault(where, "", f"lacks {', '.join(lacking)}", hint="add them")
     if len(reader.faults) > before or any(key not in numbers for key in table.keys() & DEVICE.keys()):
         return None
-    nothing = LinkSpec(bandwidth=0.0, latency=0.0)
-    # A custom device states all numbers of its links.
-    blank = DeviceKind(
-        name=name,
-        generation=generation,
-        flops={},
-        memory=0,
-        bandwidth=0.0,
-        intra_node=nothing,
-        nvlink_domain=1,
-        inter_node=nothing,
-        host_link=nothing,
-        watts=0.0,
-        price=0.0,
-    )
-    return _device(blank, numbers)
+    # A custom device states its memory and its links: of the CPU nothing remains.
+    blank: dict[str, Any] = {"flops": {}, "nvlink_domain": 1, "watts": 0.0, "price": 0.0}
+    return _device(replace(DEVICE_KINDS["cpu"], name=name, generation=generation, **blank), numbers)
 
 
 def _device(usual: DeviceKind, numbers: Mapping[str, Any]) -> DeviceKind:
     """The device kind with the given numbers in place of its own."""
-    given = {dtype: numbers[f"{dtype}_tflops"] for dtype in DTYPES if f"{dtype}_tflops" in numbers}
-    return replace(
-        usual,
-        flops={**usual.flops, **given},
-        memory=numbers.get("memory_gib", usual.memory),
-        bandwidth=numbers.get("memory_tbps", usual.bandwidth),
-        intra_node=_link(usual.intra_node, numbers, "inside_"),
-        inter_node=_link(usual.inter_node, numbers, "outside_"),
-        host_link=_link(usual.host_link, numbers, "host_"),
-        nvlink_domain=numbers.get("domain", usual.nvlink_domain),
-        watts=numbers.get("watts", usual.watts),
-        price=numbers.get("price", usual.price),
-    )
+    flops = {dtype: numbers[f"{dtype}_tflops"] for dtype in DTYPES if f"{dtype}_tflops" in numbers}
+    given = {name: numbers[key] for key, name in DEVICE_ATTRIBUTES.items() if key in numbers}
+    given |= {name: _link(getattr(usual, name), numbers, prefix) for prefix, name in DEVICE_LINKS.items()}
+    return replace(usual, flops={**usual.flops, **flops}, **given)
 
 
 def _curves(reader: TableReader, given: Any) -> MeasuredCurves:
@@ -307,9 +265,6 @@ def _rows(reader: TableReader, given: Any, key: str) -> Iterator[tuple[Any, ...]
             reader.fault(where, row, "is not a row of the curve", f"a list of {len(columns)} numbers")
             continue
         yield tuple(reader.number(value, where, number) for value, number in zip(row, columns, strict=True))
-
-
-# -- writing ----------------------------------------------------------------------------------------------------------
 
 
 def cluster_to_toml(cluster: Cluster) -> str:
@@ -338,18 +293,13 @@ def _link_lines(link: LinkSpec, prefix: str = "") -> list[str]:
 def _device_lines(device: DeviceKind) -> list[str]:
     if device == DEVICE_KINDS.get(device.name):
         return [f"kind = {_quoted(device.name)}"]
-    numbers: dict[str, float | int] = {
-        f"{dtype}_tflops": device.flops[dtype] for dtype in DTYPES if dtype in device.flops
-    }
-    numbers |= {"memory_gib": device.memory, "memory_tbps": device.bandwidth, "domain": device.nvlink_domain}
-    numbers |= {"watts": device.watts, "price": device.price}
+    numbers = {f"{dtype}_tflops": device.flops[dtype] for dtype in DTYPES if dtype in device.flops}
+    numbers |= {key: getattr(device, name) for key, name in DEVICE_ATTRIBUTES.items()}
     return [
         f"name = {_quoted(device.name)}",
         f"generation = {_quoted(device.generation)}",
         *(f"{key} = {DEVICE[key].format(value)}" for key, value in numbers.items()),
-        *_link_lines(device.intra_node, "inside_"),
-        *_link_lines(device.inter_node, "outside_"),
-        *_link_lines(device.host_link, "host_"),
+        *(line for prefix, name in DEVICE_LINKS.items() for line in _link_lines(getattr(device, name), prefix)),
     ]
 
 
@@ -357,11 +307,9 @@ def _curve_lines(curves: MeasuredCurves) -> Iterator[str]:
     for field in fields(curves):
         value = getattr(curves, field.name)
         if field.name in CURVE_COLUMNS and value:
-            rows = (
-                ", ".join(number.format(cell) for number, cell in zip(CURVE_COLUMNS[field.name], row, strict=True))
-                for row in value
-            )
-            yield f"{field.name} = [{', '.join(f'[{row}]' for row in rows)}]"
+            columns = CURVE_COLUMNS[field.name]
+            rows = (map(NumberField.format, columns, row) for row in value)
+            yield f"{field.name} = [{', '.join(f'[{cells}]' for cells in map(', '.join, rows))}]"
     if curves.memory:
         yield f"memory_tbps = {TERA.format(curves.memory)}"
     if curves.host:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -52,10 +51,8 @@ MEMORY_DIVISOR = 8
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMeasurement:
-    """One measurement."""
-
     what: str
-    """a field of `Curves`"""
+    """a field of `MeasuredCurves`"""
     size: tuple[int, ...]
     """sizes of the curve's row; bytes of a copy"""
     seconds: float
@@ -95,36 +92,30 @@ def bench_steps(cluster: Cluster, *, quick: bool, on_ranks: RunOnRanks) -> list[
 
     device = torch.device("cuda" if cluster.device.generation != "cpu" else "cpu")
     dtype = {"cpu": torch.float32, "volta": torch.float16}.get(cluster.device.generation, torch.bfloat16)
-    found = [
+    steps = [
         BenchStep(name=f"{probe.what} {format_size(probe.size)}", run=partial(_measure_probe, probe, device, quick))
         for probe in _probes(device, dtype, cluster.memory // MEMORY_DIVISOR)
     ]
     ranks = min(cluster.per_node, MAX_RANKS) if device.type == "cpu" else cluster.per_node
     if ranks > 1:
         sizes = [size for size in MESSAGE_SIZES if size <= (4 if quick else 64) * MIB]
-        found += [
+        steps += [
             BenchStep(name=kind, run=partial(_measure_collective, kind, ranks, sizes, quick, device.type, on_ranks))
             for kind in COLLECTIVES
         ]
-    return found
+    return steps
 
 
 def to_curves(rows: Sequence[DeviceMeasurement]) -> MeasuredCurves:
-    """Measurements as the curves of a cluster."""
-    by: dict[str, list[DeviceMeasurement]] = {}
-    for row in rows:
-        by.setdefault(row.what, []).append(row)
-    rates: dict[str, Any] = {
-        name: tuple((*row.size, row.rate) for row in by.get(name, ())) for name in ("matmul", "attention")
-    }
-    seconds: dict[str, Any] = {
-        name: tuple((row.size[0], row.seconds) for row in by.get(name, ())) for name in COLLECTIVES
-    }
+    curves: dict[str, Any] = {}
+    for name in ("matmul", "attention"):
+        curves[name] = tuple((*row.size, row.rate) for row in rows if row.what == name)
+    for name in COLLECTIVES:
+        curves[name] = tuple((row.size[0], row.seconds) for row in rows if row.what == name)
     return MeasuredCurves(
-        memory=max((row.rate for row in by.get("memory", ())), default=0.0),
-        host=min((row.rate for row in by.get("host", ())), default=0.0),  # the slower direction
-        **rates,
-        **seconds,
+        memory=max((row.rate for row in rows if row.what == "memory"), default=0.0),
+        host=min((row.rate for row in rows if row.what == "host"), default=0.0),  # the slower direction
+        **curves,
     )
 
 
@@ -132,13 +123,9 @@ def with_curves(cluster: Cluster, curves: MeasuredCurves) -> Cluster:
     """The cluster with its curves. A CPU has no specified peaks: the measured ones replace them."""
     if cluster.device.generation == "cpu" and curves.matmul and curves.memory:
         peak = max(row[-1] for row in curves.matmul)
-        flops, bandwidth = {"fp32": peak, "bf16": peak}, curves.memory
-        parts = tuple(
-            replace(part, device=replace(part.device, flops=flops, bandwidth=bandwidth)) for part in cluster.node_groups
-        )
-        cluster = replace(
-            cluster, node_groups=parts, intra_node=fit_link(curves, cluster.per_node) or cluster.intra_node
-        )
+        rates: dict[str, Any] = {"flops": {"fp32": peak, "bf16": peak}, "bandwidth": curves.memory}
+        cluster = cluster.with_devices(lambda device: replace(device, **rates))
+        cluster = replace(cluster, intra_node=fit_link(curves, cluster.per_node) or cluster.intra_node)
     return replace(cluster, curves=curves)
 
 
@@ -148,9 +135,6 @@ def format_size(size: Sequence[int]) -> str:
         return " x ".join(f"{count}" for count in size)
     unit, name = next((unit, name) for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")) if size[0] >= unit)
     return f"{size[0] // unit} {name}"
-
-
-# -- one device -------------------------------------------------------------------------------------------------------
 
 
 def _probes(device: torch.device, dtype: torch.dtype, max_bytes: int) -> Iterator[_Probe]:
@@ -186,9 +170,10 @@ def _probes(device: torch.device, dtype: torch.dtype, max_bytes: int) -> Iterato
         return lambda: torch.add(read, 1.0, out=written)
 
     def copy(size: int, to_host: bool) -> Callable[[], object]:
-        host, there = torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.empty(size, dtype=torch.uint8)
-        there = there.to(device)
-        return lambda: host.copy_(there, non_blocking=True) if to_host else there.copy_(host, non_blocking=True)
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        here = torch.empty(size, dtype=torch.uint8, device=device)
+        target, source = (host, here) if to_host else (here, host)
+        return lambda: target.copy_(source, non_blocking=True)
 
     kind = device.type
     for m, k, n in MATMUL_SHAPES[kind]:
@@ -197,44 +182,40 @@ def _probes(device: torch.device, dtype: torch.dtype, max_bytes: int) -> Iterato
     for length, head_dim in ATTENTION_SHAPES[kind]:
         rows, heads = max(1, ATTENTION_TOKENS[kind] // length), ATTENTION_WIDTH[kind] // head_dim
         if 10 * rows * heads * length * head_dim * dtype.itemsize <= max_bytes:
-            causal = 2.0 * rows * heads * length * length * head_dim
+            flops = (1 + FLASH_BACKWARD_RATIO) * (2.0 * rows * heads * length * length * head_dim)
             prepare = partial(attention, length, head_dim, rows, heads)
-            yield _Probe(
-                what="attention", size=(length, head_dim), work=(1 + FLASH_BACKWARD_RATIO) * causal, prepare=prepare
-            )
+            yield _Probe(what="attention", size=(length, head_dim), work=flops, prepare=prepare)
     size = min(STREAM_BYTES[kind], max_bytes // 2)
     yield _Probe(what="memory", size=(size,), work=2.0 * size, prepare=partial(stream, size), note="read and written")
     if kind == "cuda":
         for to_host, note in ((False, "to the device"), (True, "to the host")):
-            yield _Probe(
-                what="host",
-                size=(PINNED_BYTES,),
-                work=PINNED_BYTES,
-                prepare=partial(copy, PINNED_BYTES, to_host),
-                note=note,
-            )
+            prepare = partial(copy, PINNED_BYTES, to_host)
+            yield _Probe(what="host", size=(PINNED_BYTES,), work=PINNED_BYTES, prepare=prepare, note=note)
 
 
 def _measure_probe(probe: _Probe, device: torch.device, quick: bool) -> list[DeviceMeasurement]:
-    with _single_thread():
-        seconds = (
-            _time_on_cuda(probe.prepare(), quick) if device.type == "cuda" else _time_on_cpu(probe.prepare(), quick)
-        )
-    return [
-        DeviceMeasurement(what=probe.what, size=probe.size, seconds=seconds, rate=probe.work / seconds, note=probe.note)
-    ]
+    import torch
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        seconds = (_time_on_cuda if device.type == "cuda" else _time_on_cpu)(probe.prepare(), quick)
+    finally:
+        torch.set_num_threads(num_threads)
+    rate = probe.work / seconds
+    return [DeviceMeasurement(what=probe.what, size=probe.size, seconds=seconds, rate=rate, note=probe.note)]
 
 
 def _time_on_cpu(once: Callable[[], object], quick: bool) -> float:
     """Best thread time of at least three runs; the clock of a thread stops while others have the core."""
     once()
-    found: list[float] = []
+    seconds: list[float] = []
     end = time.perf_counter() + (0.05 if quick else 0.4)
-    while len(found) < 3 or time.perf_counter() < end:
+    while len(seconds) < 3 or time.perf_counter() < end:
         begun = time.thread_time()
         once()
-        found.append(time.thread_time() - begun)
-    return min(found)
+        seconds.append(time.thread_time() - begun)
+    return min(seconds)
 
 
 def _time_on_cuda(once: Callable[[], object], quick: bool) -> float:
@@ -256,33 +237,14 @@ def _time_on_cuda(once: Callable[[], object], quick: bool) -> float:
     return min(round_of(count) for _ in range(3 if quick else 6))
 
 
-@contextmanager
-def _single_thread() -> Iterator[None]:
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-# -- several ----------------------------------------------------------------------------------------------------------
-
-
 def _measure_collective(
     collective: str, ranks: int, sizes: list[int], quick: bool, device: str, on_ranks: RunOnRanks
 ) -> list[DeviceMeasurement]:
     """Measure a collective over its sizes; its time is that of the slowest rank."""
-    found = on_ranks(time_collective, ranks, collective, sizes, 5 if quick else 10, device)
-    rows = zip(sizes, (max(seconds) for seconds in zip(*found, strict=True)), strict=True)
-    return [
-        DeviceMeasurement(
-            what=collective, size=(size,), seconds=seconds, rate=wire_bytes(collective, size, ranks) / seconds
-        )
-        for size, seconds in rows
-    ]
+    by_rank = on_ranks(time_collective, ranks, collective, sizes, 5 if quick else 10, device)
+    slowest = [(size, max(seconds)) for size, *seconds in zip(sizes, *by_rank, strict=True)]
+    rows = [(size, seconds, wire_bytes(collective, size, ranks) / seconds) for size, seconds in slowest]
+    return [DeviceMeasurement(what=collective, size=(size,), seconds=s, rate=rate) for size, s, rate in rows]
 
 
 def time_collective(collective: str, sizes: list[int], repeats: int, device: str) -> list[float]:
@@ -295,7 +257,7 @@ def time_collective(collective: str, sizes: list[int], repeats: int, device: str
     if device == "cuda":
         torch.cuda.set_device(rank)
         group = dist.new_group(backend="nccl")
-    found = []
+    best_seconds = []
     for size in sizes:
         tensor = torch.zeros(size // 4 // ranks * ranks, device=device)
         once = _collective_call(collective, tensor, rank, ranks, group)
@@ -308,8 +270,8 @@ def time_collective(collective: str, sizes: list[int], repeats: int, device: str
                 torch.cuda.synchronize()
             if repeat:  # the first run connects
                 best = min(best, time.perf_counter() - begun)
-        found.append(best)
-    return found
+        best_seconds.append(best)
+    return best_seconds
 
 
 def _collective_call(collective: str, tensor: torch.Tensor, rank: int, ranks: int, group: Any) -> Callable[[], object]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from echelon.layout.collective import Collective
 from echelon.planning.cluster.cluster import Cluster, MeasuredCurves
 from echelon.planning.cluster.device_kinds import LinkSpec
 
@@ -21,6 +22,11 @@ OVERLAP_SOFTNESS = 0.1
 def wire_bytes(collective: str, size: float, ranks: int) -> float:
     """Bytes that a rank sends."""
     return size * (WIRE_FACTOR[collective] * (ranks - 1) / ranks if collective in WIRE_FACTOR else 1.0)
+
+
+def collective_bytes(item: Collective, ranks: int) -> float:
+    """Bytes that a rank sends in all calls of a collective."""
+    return item.count * wire_bytes(item.op, item.bytes, ranks)
 
 
 @lru_cache(maxsize=32)
@@ -47,8 +53,8 @@ def fit_link(curves: MeasuredCurves, ranks: int) -> LinkSpec | None:
 
 def intra_node_latency(cluster: Cluster) -> float:
     """Latency between devices of a node, as measured or specified."""
-    found = fit_link(cluster.curves, cluster.per_node) if cluster.curves else None
-    return found.latency if found else cluster.intra_node.latency
+    link = fit_link(cluster.curves, cluster.per_node) if cluster.curves else None
+    return (link or cluster.intra_node).latency
 
 
 def exposed_time(communication: Any, compute: Any) -> Any:

@@ -41,7 +41,7 @@ def saved_tensor_bytes(scenario: Scenario, layer: LayerShape, form: str = "none"
     # Every etp rank has all tokens of its experts, and a part of what is inside them.
     expert_elements = layout.etp * layer.dispatched_elements + layer.saved_elements_experts
     elements += min(scenario.expert_load, MAX_LOAD_FACTOR) * expert_elements / layout.tp
-    elements += 0 if scenario.fused_norms else FITTED_CONSTANTS.loose_saved * scenario.shape.width / sp_degree
+    elements += 0 if scenario.fused_norms else FITTED_CONSTANTS.unfused_norm_saved * scenario.shape.width / sp_degree
     precision_share = LOW_PRECISION_SAVED if scenario.is_low_precision else 1.0
     form_share = 1 - ELEMENTWISE_SHARE if "ops" in form else 1.0
     return form_share * elements * scenario.tokens * scenario.element_bytes * precision_share

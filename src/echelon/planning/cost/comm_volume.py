@@ -13,10 +13,10 @@ from echelon.layout.collective import Collective
 from echelon.parallel.dp import cost as dp_cost
 from echelon.parallel.tp import cost as tp_cost
 from echelon.parallel.tp_grid import cost as tp_grid_cost
-from echelon.planning.cluster import link_time
+from echelon.planning.cluster.link_time import collective_bytes
 from echelon.planning.cost.activation_memory import partitions_inputs
-from echelon.planning.cost.param_group_traffic import data_parallel_ranks, gathered_numel, param_groups, sharding_policy
-from echelon.planning.cost.recompute_cost import FULL_LAYER_POLICIES, recomputed_layers
+from echelon.planning.cost.param_group_traffic import data_parallel_ranks, gathered_numel, param_groups
+from echelon.planning.cost.recompute_cost import recomputed_layers
 from echelon.planning.model.model_shape import COLUMN_PARALLEL, ROW_PARALLEL, MatmulShape
 from echelon.planning.scenario import Scenario
 
@@ -38,15 +38,13 @@ def tp_collectives(scenario: Scenario) -> list[Collective]:
     )
     if layout.tp_kind != "1d":
         return list(_grid_collectives(scenario, sizes))
-    one_microbatch = replace(layout, accumulate=1)
-    recomputed = recomputed_layers(scenario)
-    return list(tp_cost.collectives(sizes, one_microbatch, recomputed, partition=partitions_inputs(scenario)))
+    one_microbatch, partition = replace(layout, accumulate=1), partitions_inputs(scenario)
+    return list(tp_cost.collectives(sizes, one_microbatch, recomputed_layers(scenario), partition=partition))
 
 
 def _grid_collectives(scenario: Scenario, sizes: tp_cost.TransformerSizes) -> Iterator[Collective]:
     """Yield the collectives of one microbatch over a tp grid; 2.5d reduces its copied weights once a step."""
-    layout, shape = scenario.layout, scenario.shape
-    recomputed = int(layout.recompute.partition(":")[0] in FULL_LAYER_POLICIES)
+    layout, shape, recomputed = scenario.layout, scenario.shape, int(scenario.recomputes_layers)
     norm: tp_grid_cost.ModuleSizes = tp_grid_cost.NormSizes(reduced=1, gathered=0)
     outside = (norm, *tp_grid_cost.embedding_and_head_sizes(layout, shape.vocab, shape.width))
     modules = [([(module, 0) for module in outside], 1)]
@@ -65,40 +63,26 @@ def _grid_matmuls(matmuls: Sequence[MatmulShape], layout: Layout) -> Iterator[tp
     """Yield grid GEMMs; consecutive column-parallel ones (q, k, v; gate, up) share their input."""
     previous_split = ""
     for matmul in matmuls:
-        yield tp_grid_cost.linear_sizes(
-            layout,
-            matmul.inputs,
-            matmul.outputs,
-            leaves_region=matmul.split == ROW_PARALLEL,
-            shares_input=matmul.split == previous_split == COLUMN_PARALLEL,
-        )
+        leaves, shares = matmul.split == ROW_PARALLEL, matmul.split == previous_split == COLUMN_PARALLEL
+        sizes = (matmul.inputs, matmul.outputs)
+        yield tp_grid_cost.linear_sizes(layout, *sizes, leaves_region=leaves, shares_input=shares)
         previous_split = matmul.split
 
 
 def tp_wire_bytes(collectives: Iterable[Collective], layout: Layout) -> float:
     """Bytes that pass a rank's link, over all axes of tp."""
     ranks = {"tp": layout.tp, **asdict(tp_cost.grid_shape(layout))}
-    return sum(total_wire_bytes([item], ranks[item.axis]) for item in collectives)
-
-
-def total_wire_bytes(collectives: Iterable[Collective], ranks: int) -> float:
-    """Bytes that pass a rank's link."""
-    return sum(link_time.wire_bytes(item.op, item.bytes, ranks) * item.count for item in collectives)
-
-
-def is_split_and_recomputed(scenario: Scenario, numel: int) -> bool:
-    """Whether `memory.buffer` splits a group of this size whose layer is recomputed."""
-    full_layers = scenario.layout.recompute.partition(":")[0] in FULL_LAYER_POLICIES
-    return full_layers and gathered_numel(scenario, numel) < numel
+    return sum(collective_bytes(item, ranks[item.axis]) for item in collectives)
 
 
 def dp_wire_bytes(scenario: Scenario) -> float:
     """Bytes that a step sends over dp for parameters and gradients."""
-    layout_policy, total = sharding_policy(scenario), 0.0
+    total = 0.0
     for group, n in param_groups(scenario, 0):
         num_replicas = data_parallel_ranks(scenario, group.name) // group.num_shards
-        policy = replace(layout_policy, num_shards=group.num_shards, num_replicas=num_replicas)
-        is_split = is_split_and_recomputed(scenario, group.num_shards * group.shard_numel)
+        policy = replace(scenario.sharding_policy, num_shards=group.num_shards, num_replicas=num_replicas)
+        numel = group.num_shards * group.shard_numel
+        is_split = scenario.recomputes_layers and gathered_numel(scenario, numel) < numel
         collectives = dp_cost.collectives(
             [group],
             policy,
@@ -109,8 +93,6 @@ def dp_wire_bytes(scenario: Scenario) -> float:
             # A layer that memory.buffer splits is gathered module by module for recomputation, and once more after it.
             recomputed={group.name} if is_split else (),
         )
-        total += n * sum(
-            total_wire_bytes([item], num_replicas if item.axis == policy.replica_axis else group.num_shards)
-            for item in collectives
-        )
+        sizes = {policy.replica_axis: num_replicas}
+        total += n * sum(collective_bytes(item, sizes.get(item.axis, group.num_shards)) for item in collectives)
     return total

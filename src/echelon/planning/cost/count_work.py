@@ -4,50 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from echelon.layout import Layout
 from echelon.memory.offload import cost as offload_cost
 from echelon.memory.offload.cost import OffloadTraffic, offload_traffic
 from echelon.parallel.tp import cost as tp_cost
+from echelon.pipeline.schedules.bubble_time import INTERLEAVED
 from echelon.planning.cluster.cluster import HOST_DEVICES
 from echelon.planning.cluster.link_time import intra_node_latency
+from echelon.planning.cost import step_work
 from echelon.planning.cost.comm_volume import dp_wire_bytes, tp_collectives, tp_wire_bytes
 from echelon.planning.cost.cp_traffic import computed_attention, cp_traffic
 from echelon.planning.cost.elementwise_traffic import elementwise_traffic
 from echelon.planning.cost.expert_traffic import expert_traffic
 from echelon.planning.cost.memory_model import offloaded_share
 from echelon.planning.cost.optimizer_update import update_work
-from echelon.planning.cost.param_group_traffic import (
-    NUM_MOMENTS,
-    gradient_bytes,
-    max_layer_share,
-    param_groups,
-    sharding_policy,
-    weight_traffic,
-)
-from echelon.planning.cost.recompute_cost import (
-    compression_traffic,
-    recompute_plan,
-    recompute_shares,
-    saved_layer_bytes,
-)
-from echelon.planning.cost.step_work import (
-    BUBBLE_SCHEDULES,
-    GENERATIONS,
-    LOW_PRECISION,
-    AttentionWork,
-    DeviceRates,
-    DpTraffic,
-    GemmWork,
-    MicrobatchWork,
-    OffloadWork,
-    PipelineWork,
-    StepWork,
-    TpTraffic,
-    UpdateWork,
-    stack_work,
-)
+from echelon.planning.cost.param_group_traffic import param_groups, weight_traffic
+from echelon.planning.cost.recompute_cost import compression_traffic, microbatch_saved_bytes, recompute_shares
 from echelon.planning.model.model_shape import COLUMN_PARALLEL, ROUTER, ROW_PARALLEL, MatmulShape
-from echelon.planning.scenario import ATTENTION_KERNELS, Scenario
+from echelon.planning.scenario import ATTENTION_KERNELS, NUM_MOMENTS, Scenario
 
 GEMM_TILE = 64
 """elements; GEMMs are fast if it divides their dimensions"""
@@ -58,38 +31,35 @@ LOGIT_TRAFFIC, FUSED_LOGIT_TRAFFIC = 8.0, 2.0
 twice and writes once in all"""
 
 
-def count_work(scenario: Scenario, *, include_per_step: bool = True) -> StepWork:
+def count_work(scenario: Scenario, *, include_per_step: bool = True) -> step_work.StepWork:
     """Count a step. Without `include_per_step`, leave out what happens once a step: quicker, for a lower bound."""
     return _step_work(scenario, _microbatch_work(scenario), include_per_step)
 
 
-def count_stacked_work(scenarios: Sequence[Scenario], *, include_per_step: bool = True) -> StepWork:
+def count_stacked_work(scenarios: Sequence[Scenario], *, include_per_step: bool = True) -> step_work.StepWork:
     """Count many steps as one stacked `StepWork`; their layouts differ in pp, dp, zero and schedule alone."""
     layout = scenarios[0].layout
     if layout.depth > 1 or layout.recompute.startswith("budget"):  # microbatches then depend on these keys
-        return stack_work([count_work(scenario) for scenario in scenarios])
+        return step_work.stack_work([count_work(scenario) for scenario in scenarios])
     microbatch = _microbatch_work(scenarios[0])
     steps = [_step_work(scenario, microbatch, include_per_step) for scenario in scenarios]
-    return stack_work(steps, shared_microbatch=True)
+    return step_work.stack_work(steps, shared_microbatch=True)
 
 
-# -- a microbatch -----------------------------------------------------------------------------------------------------
-
-
-def _microbatch_work(scenario: Scenario) -> MicrobatchWork:
+def _microbatch_work(scenario: Scenario) -> step_work.MicrobatchWork:
     shape, tokens, tp = scenario.shape, scenario.tokens, scenario.layout.tp
     dense_gemms, expert_gemms, router_flops = _layer_gemms(scenario)
     vocab = shape.vocab / tp
-    head_flops = 2.0 * tokens * shape.width * vocab
+    flops = 2.0 * tokens * shape.width * vocab
     fused_loss = scenario.has_kernels and tp == 1
-    return MicrobatchWork(
+    return step_work.MicrobatchWork(
         device=_device_rates(scenario),
         num_layers=shape.num_layers,
         num_moe_layers=shape.num_moe_layers,
         dense_gemms=dense_gemms,
         expert_gemms=expert_gemms,
         router_flops=router_flops,
-        head_gemm=GemmWork(flops=head_flops, edge_flops=head_flops * (1 / tokens + 1 / shape.width + 1 / vocab)),
+        head_gemm=step_work.GemmWork(flops=flops, edge_flops=flops * (1 / tokens + 1 / shape.width + 1 / vocab)),
         loss_bytes=tokens * vocab * (FUSED_LOGIT_TRAFFIC if fused_loss else LOGIT_TRAFFIC),
         attention=_attention_work(scenario),
         elementwise=elementwise_traffic(scenario),
@@ -101,12 +71,12 @@ def _microbatch_work(scenario: Scenario) -> MicrobatchWork:
     )
 
 
-def _device_rates(scenario: Scenario) -> DeviceRates:
+def _device_rates(scenario: Scenario) -> step_work.DeviceRates:
     cluster, precision = scenario.cluster, scenario.precision
     device = cluster.device
-    return DeviceRates(
-        generation=GENERATIONS.index(device.generation),
-        low_precision=LOW_PRECISION.get(precision, 0) if precision in device.flops else 0,
+    return step_work.DeviceRates(
+        generation=step_work.GENERATIONS.index(device.generation),
+        low_precision=step_work.LOW_PRECISION.get(precision, 0) if precision in device.flops else 0,
         peak_flops=device.peak(precision),
         peak_flops_16bit=device.peak("bf16"),
         memory_bandwidth=device.bandwidth,
@@ -116,31 +86,31 @@ def _device_rates(scenario: Scenario) -> DeviceRates:
     )
 
 
-def _layer_gemms(scenario: Scenario) -> tuple[GemmWork, GemmWork, float]:
+def _layer_gemms(scenario: Scenario) -> tuple[step_work.GemmWork, step_work.GemmWork, float]:
     """Return (dense GEMMs, expert GEMMs, FLOPs of float32 routers) of all layers."""
-    dense, experts, router_flops = GemmWork(), GemmWork(), 0.0
+    dense, experts, router_flops = step_work.GemmWork(), step_work.GemmWork(), 0.0
     for layer, n in scenario.shape.layers:
         for matmul in layer.matmuls:
             if matmul.experts:
-                experts += n * _expert_gemm(matmul, scenario)
+                experts = experts.plus(n, _expert_gemm(matmul, scenario))
             elif scenario.has_kernels and matmul.name == ROUTER:
                 router_flops += n * float(_dense_gemm(matmul, scenario).flops) / scenario.sp_degree
             else:
-                dense += n * _dense_gemm(matmul, scenario)
+                dense = dense.plus(n, _dense_gemm(matmul, scenario))
     return dense, experts, router_flops
 
 
-def _expert_gemm(matmul: MatmulShape, scenario: Scenario) -> GemmWork:
+def _expert_gemm(matmul: MatmulShape, scenario: Scenario) -> step_work.GemmWork:
     """Count one GEMM of the experts; each expert receives tokens of all ep ranks."""
     layout = scenario.layout
     k, n = _split_dims(matmul, layout.etp)
     tokens = scenario.expert_load * scenario.tokens * layout.etp / layout.tp
     tokens_per_expert = max(1.0, tokens * matmul.token_share * layout.ep / matmul.experts)
     flops = 2.0 * tokens * matmul.token_share * k * n
-    return GemmWork(flops=flops, edge_flops=flops * (1 / tokens_per_expert + 1 / k + 1 / n))
+    return step_work.GemmWork(flops=flops, edge_flops=flops * (1 / tokens_per_expert + 1 / k + 1 / n))
 
 
-def _dense_gemm(matmul: MatmulShape, scenario: Scenario) -> GemmWork:
+def _dense_gemm(matmul: MatmulShape, scenario: Scenario) -> step_work.GemmWork:
     layout, tokens = scenario.layout, scenario.tokens
     if layout.tp_kind == "1d":
         k, n = _split_dims(matmul, layout.tp)
@@ -151,24 +121,17 @@ def _dense_gemm(matmul: MatmulShape, scenario: Scenario) -> GemmWork:
         token_parts = grid.z if layout.tp_kind == "3d" else grid.batch_parts
         flops = 2.0 * tokens * float(matmul.inputs) * float(matmul.outputs) / layout.tp
         edge_flops = flops * (token_parts / tokens + grid.x / matmul.inputs + grid.x / matmul.outputs)
-    misaligned = _is_misaligned(matmul, layout)
-    return GemmWork(flops=flops, edge_flops=edge_flops, misaligned_flops=flops if misaligned else 0.0)
+    misaligned = any(int(size) % GEMM_TILE for size in _split_dims(matmul, layout.tp))
+    return step_work.GemmWork(flops=flops, edge_flops=edge_flops, misaligned_flops=flops if misaligned else 0.0)
 
 
 def _split_dims(matmul: MatmulShape, ranks: int) -> tuple[float, float]:
-    """Return a rank's inputs and outputs."""
     inputs = matmul.inputs / ranks if matmul.split == ROW_PARALLEL else float(matmul.inputs)
     outputs = matmul.outputs / ranks if matmul.split == COLUMN_PARALLEL else float(matmul.outputs)
     return inputs, outputs
 
 
-def _is_misaligned(matmul: MatmulShape, layout: Layout) -> bool:
-    inputs = matmul.inputs // layout.tp if matmul.split == ROW_PARALLEL else matmul.inputs
-    outputs = matmul.outputs // layout.tp if matmul.split == COLUMN_PARALLEL else matmul.outputs
-    return bool(inputs % GEMM_TILE or outputs % GEMM_TILE)
-
-
-def _attention_work(scenario: Scenario) -> AttentionWork:
+def _attention_work(scenario: Scenario) -> step_work.AttentionWork:
     tokens, tp, seq_len = scenario.tokens, scenario.layout.tp, scenario.seq_len
     flops = scores = 0.0
     head_dim = 0
@@ -180,15 +143,14 @@ def _attention_work(scenario: Scenario) -> AttentionWork:
     kernel = scenario.attention_kernel
     if scenario.materializes_scores and kernel == "best":
         kernel = "plain"
-    return AttentionWork(
-        flops=flops, scores=scores, kernel=ATTENTION_KERNELS.index(kernel), wide_heads=head_dim >= WIDE_HEAD_DIM
-    )
+    index, wide_heads = ATTENTION_KERNELS.index(kernel), head_dim >= WIDE_HEAD_DIM
+    return step_work.AttentionWork(flops=flops, scores=scores, kernel=index, wide_heads=wide_heads)
 
 
-def _tp_traffic(scenario: Scenario) -> TpTraffic:
+def _tp_traffic(scenario: Scenario) -> step_work.TpTraffic:
     layout, per_node = scenario.layout, scenario.cluster.per_node
     collectives = tp_collectives(scenario)
-    return TpTraffic(
+    return step_work.TpTraffic(
         ranks=layout.tp,
         wire_bytes=tp_wire_bytes(collectives, layout),
         overlapped_bytes=tp_wire_bytes([item for item in collectives if item.overlapped], layout),
@@ -198,17 +160,14 @@ def _tp_traffic(scenario: Scenario) -> TpTraffic:
     )
 
 
-# -- a step -----------------------------------------------------------------------------------------------------------
-
-
-def _step_work(scenario: Scenario, microbatch: MicrobatchWork, include_per_step: bool) -> StepWork:
-    offloaded, update = OffloadTraffic(), UpdateWork()
+def _step_work(scenario: Scenario, microbatch: step_work.MicrobatchWork, include_per_step: bool) -> step_work.StepWork:
+    offloaded, update = OffloadTraffic(), step_work.UpdateWork()
     if include_per_step:
         num_params = sum(group.shard_numel * n for group, n in param_groups(scenario, 0))
         if scenario.layout.offload != "none":
             offloaded = _offload_traffic(scenario, num_params)
         update = update_work(scenario, num_params - offloaded.host_updated_params)
-    return StepWork(
+    return step_work.StepWork(
         microbatch=microbatch,
         weight_bytes=weight_traffic(scenario),
         pipeline=_pipeline_work(scenario),
@@ -218,59 +177,58 @@ def _step_work(scenario: Scenario, microbatch: MicrobatchWork, include_per_step:
     )
 
 
-def _pipeline_work(scenario: Scenario) -> PipelineWork:
+def _pipeline_work(scenario: Scenario) -> step_work.PipelineWork:
     layout, shape = scenario.layout, scenario.shape
     pp_span = layout.world if scenario.rank_order[0] == "pp" else layout.tp * layout.cp * layout.pp
     hidden_bytes = scenario.tokens * shape.width * scenario.element_bytes / scenario.sp_degree
-    return PipelineWork(
+    return step_work.PipelineWork(
         pp=layout.pp,
         vpp=layout.vpp,
         num_microbatches=layout.accumulate,
-        schedule=BUBBLE_SCHEDULES.index(layout.schedule) if layout.schedule in BUBBLE_SCHEDULES else 0,
-        max_layer_share=max_layer_share(scenario),
+        schedule=step_work.BUBBLE_FORMULAS.get(layout.schedule, INTERLEAVED),
+        max_layer_share=scenario.max_layer_share,
         is_even=shape.num_layers % (layout.pp * layout.vpp) == 0,
         p2p_bytes=hidden_bytes if layout.pp > 1 else 0.0,
         in_node=pp_span <= scenario.cluster.per_node,
     )
 
 
-def _dp_traffic(scenario: Scenario, wire_bytes: float) -> DpTraffic:
+def _dp_traffic(scenario: Scenario, wire_bytes: float) -> step_work.DpTraffic:
     layout, per_node = scenario.layout, scenario.cluster.per_node
     ranks, inner = layout.dp * layout.cp, layout.tp if scenario.rank_order[0] == "pp" else layout.tp * layout.pp
-    return DpTraffic(
+    return step_work.DpTraffic(
         ranks=ranks,
         wire_bytes=wire_bytes,
         in_node=inner * ranks <= per_node,
         ranks_per_node=max(1.0, min(per_node / inner, ranks)),
-        every_microbatch=sharding_policy(scenario).reduce_scatter_every_microbatch,
+        every_microbatch=scenario.sharding_policy.reduce_scatter_every_microbatch,
     )
 
 
 def _offload_traffic(scenario: Scenario, num_params: float) -> OffloadTraffic:
-    layout, recompute = scenario.layout, recompute_plan(scenario)
-    activations = sum(n * saved_layer_bytes(scenario, layer, recompute) for layer, n in scenario.shape.layers)
+    layout = scenario.layout
     return offload_traffic(
         layout.offload,
         shard_params=num_params,
-        activation_bytes=activations / layout.pp,
+        activation_bytes=microbatch_saved_bytes(scenario) / layout.pp,
         accumulate=layout.accumulate,
         compute_bytes=scenario.element_bytes,
-        gradient_bytes=gradient_bytes(scenario),
+        gradient_bytes=scenario.gradient_bytes,
         state_bytes=4 + NUM_MOMENTS * scenario.moment_bytes,
         offloaded_share=offloaded_share(scenario),
     )
 
 
-def _offload_work(scenario: Scenario, traffic: OffloadTraffic) -> OffloadWork:
+def _offload_work(scenario: Scenario, traffic: OffloadTraffic) -> step_work.OffloadWork:
     cluster, offload = scenario.cluster, scenario.layout.offload
     measured = cluster.curves.host if cluster.curves else 0.0
     ranks_per_host = min(cluster.per_node, HOST_DEVICES)
     param_seconds = offload_cost.host_update_seconds(
         scenario.moment_bytes,
         scenario.optimizer.states if scenario.optimizer is not None else "float32",
-        gradient_on_host=not sharding_policy(scenario).accumulates_grads or offload_cost.offloads_params(offload),
+        gradient_on_host=not scenario.sharding_policy.accumulates_grads or offload_cost.offloads_params(offload),
     )
-    return OffloadWork(
+    return step_work.OffloadWork(
         host_bandwidth=measured or cluster.device.host_link.bandwidth,
         link_bytes=traffic.link_bytes,
         num_params=traffic.host_updated_params,

@@ -52,19 +52,11 @@ def cp_time(work: MicrobatchWork, rates: ReachedRates, forward: Number, backward
     merge_backward = cp.memory_bytes_backward / rates.memory_bandwidth
     block, block_backward = (forward + merge) / steps, (backward + merge_backward) / steps
     ring = (steps - 1) * exposed_time(hop, block)
-    ring_backward = (
-        exposed_time(hop, block_backward)
-        + np.maximum(steps - 2, 0) * exposed_time(hop + gradient_hop, block_backward)
-        + gradient_hop
-    )
-    collectives = (
-        np.maximum(cp.intra_node_bytes / rates.intra_node_bandwidth, cp.inter_node_bytes / rates.inter_node_bandwidth)
-        + rates.latency * cp.num_collectives
-    )
+    both = exposed_time(hop + gradient_hop, block_backward)
+    ring_backward = exposed_time(hop, block_backward) + np.maximum(steps - 2, 0) * both + gradient_hop
+    intra_node = cp.intra_node_bytes / rates.intra_node_bandwidth
+    inter_node = cp.inter_node_bytes / rates.inter_node_bandwidth
+    collectives = np.maximum(intra_node, inter_node) + rates.latency * cp.num_collectives
     passes = 1 + work.recompute.layers + work.recompute.attention
-    return CpTime(
-        hop=hop,
-        block=block,
-        exposed=passes * ring + ring_backward + collectives,
-        merge=passes * merge + merge_backward,
-    )
+    exposed = passes * ring + ring_backward + collectives
+    return CpTime(hop=hop, block=block, exposed=exposed, merge=passes * merge + merge_backward)

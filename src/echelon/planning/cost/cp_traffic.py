@@ -20,14 +20,14 @@ reads and writes their float32 sum in between.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import lcm
 
 from echelon.kernels.memory_limits import MAX_PENDING, MAX_PENDING_BYTES
 from echelon.layout.collective import Collective
 from echelon.layout.rules import head_parallel_size
 from echelon.parallel.cp import cost as cp_cost
-from echelon.planning.cluster.link_time import wire_bytes
+from echelon.planning.cluster.link_time import collective_bytes
 from echelon.planning.cost.step_work import CpTraffic
 from echelon.planning.model.model_shape import AttentionShape
 from echelon.planning.scenario import Scenario
@@ -84,7 +84,8 @@ def cp_bytes_per_token(scenario: Scenario) -> float:
     if attention is None:
         return 0.0
     token_layers = _attention_tokens(scenario) * scenario.shape.num_layers
-    return sum(_wire_bytes(scenario, item) for item in cp_collectives(scenario, attention)) / token_layers
+    collectives = cp_collectives(scenario, attention)
+    return sum(collective_bytes(item, _group_size(scenario, item)) for item in collectives) / token_layers
 
 
 def computed_attention(scenario: Scenario, attention: AttentionShape) -> AttentionShape:
@@ -93,30 +94,21 @@ def computed_attention(scenario: Scenario, attention: AttentionShape) -> Attenti
 
 
 def attention_widths(scenario: Scenario, attention: AttentionShape) -> cp_cost.AttentionWidths:
-    return cp_cost.AttentionWidths.per_rank(
-        head_parallel_size(scenario.layout) or 1,
-        heads=attention.heads,
-        kv_heads=attention.kv_heads,
-        head_dim=attention.head_dim,
-        value_dim=attention.value_dim,
-    )
+    dims = {name: getattr(attention, name) for name in ("heads", "kv_heads", "head_dim", "value_dim")}
+    return cp_cost.AttentionWidths.per_rank(head_parallel_size(scenario.layout) or 1, **dims)
 
 
 def _link_bytes(scenario: Scenario, item: Collective) -> tuple[float, float]:
     """Return a rank's bytes (inside its node, between nodes). See [Note: links]."""
     ranks = _group_size(scenario, item)
     ranks_per_node = max(1, min(ranks, scenario.cluster.per_node // scenario.layout.tp))
-    wire = _wire_bytes(scenario, item)
+    wire = collective_bytes(item, ranks)
     if ranks_per_node == ranks:
         return wire, 0.0
     if item.op == "all_to_all":
         leaving = item.count * item.bytes * (ranks - ranks_per_node) / ranks
         return wire - leaving, leaving
     return wire, wire / ranks_per_node
-
-
-def _wire_bytes(scenario: Scenario, item: Collective) -> float:
-    return item.count * wire_bytes(item.op, item.bytes, _group_size(scenario, item))
 
 
 def _group_size(scenario: Scenario, item: Collective) -> int:
@@ -133,56 +125,36 @@ def _attention_tokens(scenario: Scenario) -> float:
     return scenario.tokens / _grid_batch_split(scenario)
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class _TokenElements:
-    """Elements per token on one rank inside attention, where values are as wide as keys."""
-
-    element_bytes: int
-    q: int
-    """queries, and a block's result"""
-    kv: int
-    """keys and values"""
-    out: int
-    """attention's output"""
-
-    @classmethod
-    def from_scenario(cls, scenario: Scenario, attention: AttentionShape) -> _TokenElements:
-        widths, ulysses = attention_widths(scenario, attention), scenario.layout.ulysses
-        copies = lcm(ulysses, widths.kv_heads) // widths.kv_heads
-        return cls(
-            element_bytes=scenario.element_bytes,
-            q=widths.queries,
-            kv=widths.keys_and_values * copies,
-            out=widths.results,
-        )
+def _token_elements(scenario: Scenario, attention: AttentionShape) -> tuple[int, int]:
+    """Elements per token on one rank inside attention: of queries, or of a block's result; of keys and values."""
+    widths = attention_widths(scenario, attention)
+    copies = lcm(scenario.layout.ulysses, widths.kv_heads) // widths.kv_heads
+    return widths.queries, widths.keys_and_values * copies
 
 
 def _memory_traffic(scenario: Scenario, attention: AttentionShape) -> tuple[float, float]:
     """Bytes per token and layer, (forward, backward), besides attention's. See [Note: memory traffic]."""
-    layout, x = scenario.layout, _TokenElements.from_scenario(scenario, attention)
-    size, steps = x.element_bytes, layout.cp // layout.ulysses
+    layout, (q, kv) = scenario.layout, _token_elements(scenario, attention)
+    size, steps = scenario.element_bytes, layout.cp // layout.ulysses
     forward = backward = 0.0
     if layout.ulysses > 1:
         # Heads are packed and reordered before and after the exchange; so is the output.
-        forward = backward = 6 * size * (x.q + x.kv) + 4 * size * x.out
+        forward = backward = 6 * size * (q + kv) + 4 * size * attention_widths(scenario, attention).results
     if steps == 1:
         return forward, backward
     blocks = 2 if layout.cp_kind == "gather" else steps
     # Results of all blocks; in backward the gradients of their queries.
-    forward += 2 * size * x.kv + x.q * _merge_bytes(scenario, blocks, x.q)
-    backward += x.q * _merge_bytes(scenario, blocks, x.q)
+    forward += 2 * size * kv + q * _merge_bytes(scenario, blocks, q)
+    backward += q * _merge_bytes(scenario, blocks, q)
     if layout.cp_kind == "gather":
         # Keys and values of all ranks are reordered after the gather, their gradients before the reduce-scatter.
-        forward += 4 * size * layout.cp * x.kv
-        backward += x.kv * (
+        forward += 4 * size * layout.cp * kv
+        backward += kv * (
             layout.cp * (4 * size + 5 * FP32_BYTES) + (layout.cp + 0.5) * (2 * FP32_BYTES + size) + FP32_BYTES + size
         )
     else:
         # Gradients that are sent home, and those that arrive.
-        backward += x.kv * (2 * size * steps + _merge_bytes(scenario, steps, x.kv // 2))
+        backward += kv * (2 * size * steps + _merge_bytes(scenario, steps, kv // 2))
     return forward, backward
 
 
@@ -208,11 +180,11 @@ def saved_cp_bytes(scenario: Scenario) -> float:
     attention, layout = scenario.shape.attention, scenario.layout
     if layout.cp == 1 or attention is None or not scenario.has_kernels:
         return 0.0
-    x = _TokenElements.from_scenario(scenario, attention)
-    elements = x.kv if layout.ulysses < layout.cp else 0
+    q, kv = _token_elements(scenario, attention)
+    elements = kv if layout.ulysses < layout.cp else 0
     if layout.ulysses > 1:
-        elements += x.q + x.kv - attention_widths(scenario, attention).keys_and_values
-    return _attention_tokens(scenario) * x.element_bytes * elements
+        elements += q + kv - attention_widths(scenario, attention).keys_and_values
+    return _attention_tokens(scenario) * scenario.element_bytes * elements
 
 
 def cp_working_bytes(scenario: Scenario) -> float:
@@ -227,16 +199,16 @@ def cp_working_bytes(scenario: Scenario) -> float:
     attention = scenario.shape.attention
     if scenario.layout.cp == 1 or attention is None:
         return 0.0
-    layout, x = scenario.layout, _TokenElements.from_scenario(scenario, attention)
+    layout, size, (q, kv) = scenario.layout, scenario.element_bytes, _token_elements(scenario, attention)
     tokens, steps = _attention_tokens(scenario), layout.cp // layout.ulysses
-    exchanged = 3.0 * x.element_bytes * (x.q + x.kv) if layout.ulysses > 1 else 0.0
+    exchanged = 3.0 * size * (q + kv) if layout.ulysses > 1 else 0.0
     if steps == 1:
         return tokens * exchanged
     if layout.cp_kind == "gather":
-        gathered = layout.cp * (x.element_bytes + 3 * FP32_BYTES) * x.kv
-        return tokens * (_pending_bytes(scenario, 2, x.q) * x.q + gathered)
-    slices = (4 * x.element_bytes + _pending_bytes(scenario, steps, x.kv // 2)) * x.kv
-    return tokens * max(exchanged, _pending_bytes(scenario, steps, x.q) * x.q + slices)
+        gathered = layout.cp * (size + 3 * FP32_BYTES) * kv
+        return tokens * (_pending_bytes(scenario, 2, q) * q + gathered)
+    slices = (4 * size + _pending_bytes(scenario, steps, kv // 2)) * kv
+    return tokens * max(exchanged, _pending_bytes(scenario, steps, q) * q + slices)
 
 
 def _pending_bytes(scenario: Scenario, num_blocks: int, elements: int) -> float:

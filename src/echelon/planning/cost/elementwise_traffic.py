@@ -22,14 +22,10 @@ def elementwise_traffic(scenario: Scenario, *, recompute_ops: bool | None = None
 def _assumed_traffic(scenario: Scenario) -> ElementwiseTraffic:
     """Traffic of other programs, by what the model's shape assumes."""
     layers, tokens, tp = scenario.shape.layers, scenario.tokens, scenario.layout.tp
-    norms = sum(n * tokens * layer.moved_elements / scenario.sp_degree for layer, n in layers)
-    other = sum(
-        n * tokens * (layer.moved_elements_tp + scenario.expert_load * layer.moved_elements_experts) / tp
-        for layer, n in layers
-    )
+    load = scenario.expert_load
     return ElementwiseTraffic(
-        norms=norms,
-        other=other,
+        norms=sum(n * tokens * layer.moved_elements / scenario.sp_degree for layer, n in layers),
+        other=sum(n * tokens * (one.moved_elements_tp + load * one.moved_elements_experts) / tp for one, n in layers),
         backward_ratio=BACKWARD_RATIO,
         recompute_ratio=1.0,
         fused_norms=scenario.fused_norms,

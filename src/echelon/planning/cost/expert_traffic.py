@@ -8,7 +8,7 @@ from dataclasses import replace
 from echelon.layout.collective import Collective
 from echelon.parallel.ep.cost import EP_ETP_AXIS, MAX_LOAD_FACTOR, MoeTraffic, collectives, expected_nodes
 from echelon.planning.cluster.cluster import Cluster
-from echelon.planning.cluster.link_time import wire_bytes
+from echelon.planning.cluster.link_time import collective_bytes
 from echelon.planning.cost.step_work import ExpertTraffic
 from echelon.planning.scenario import Scenario
 
@@ -50,7 +50,7 @@ def _link_usage(scenario: Scenario) -> Iterator[tuple[Collective, float, float]]
     }
     for item in collectives(replace(layout, accumulate=1), routed_tokens(scenario)):
         group_size, inter_node_share = groups[item.axis]
-        yield item, wire_bytes(item.op, item.bytes, group_size) * item.count, inter_node_share
+        yield item, collective_bytes(item, group_size), inter_node_share
 
 
 def _inter_node_share(ranks: int, per_node: int) -> float:

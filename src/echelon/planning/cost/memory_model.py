@@ -26,12 +26,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.memory.offload import cost as offload_cost
 from echelon.memory.offload.cost import offloads_optimizer, resident_bytes
-from echelon.parallel.dp import cost as dp_cost
 from echelon.planning.calibrate.constants import FITTED_CONSTANTS, Constants
 from echelon.planning.cluster.cluster import HOST_DEVICES
 from echelon.planning.cluster.device_kinds import GIB
@@ -39,16 +38,13 @@ from echelon.planning.cost.activation_memory import layer_input_bytes, layers_in
 from echelon.planning.cost.cp_traffic import cp_working_bytes
 from echelon.planning.cost.optimizer_update import live_gradient_bytes, optimizer_state_bytes, updates_in_backward
 from echelon.planning.cost.param_group_traffic import (
-    NUM_MOMENTS,
     OUTSIDE_GROUP,
     dense_parameters,
     gathered_numel,
-    gradient_bytes,
-    max_layer_share,
+    group_state_bytes,
     param_groups,
-    sharding_policy,
 )
-from echelon.planning.cost.recompute_cost import RecomputePlan, recompute_plan, recomputed_bytes, saved_layer_bytes
+from echelon.planning.cost.recompute_cost import RecomputePlan, microbatch_saved_bytes, recompute_plan, recomputed_bytes
 from echelon.planning.cost.working_memory import backward_bytes, lm_head_bytes
 from echelon.planning.model.model_shape import LayerShape
 from echelon.planning.scenario import Scenario
@@ -59,8 +55,6 @@ ByCategory = Mapping[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Peak memory of one rank."""
-
     stage: int
     """of the pipeline"""
     parts: dict[str, int]
@@ -78,7 +72,6 @@ def peak_memory(scenario: Scenario, c: Constants = FITTED_CONSTANTS) -> RankMemo
 
 
 def fits(scenario: Scenario, c: Constants = FITTED_CONSTANTS) -> bool:
-    """Whether every rank fits the device."""
     return all(stage_memory(scenario, stage, c).total <= scenario.cluster.memory for stage in stages_to_check(scenario))
 
 
@@ -93,15 +86,12 @@ def stage_memory(scenario: Scenario, stage: int, c: Constants = FITTED_CONSTANTS
     parts = _peak(candidates)
     if scenario.layout.offload != "none":
         share = _offload_share(scenario, stage, candidates)
-        resident = _peak(_after_offload(scenario, stage, candidates, share))
+        resident = _peak_after_offload(scenario, stage, candidates, share)
         offloaded = share * _host_bytes(scenario, stage, candidates[0]["optimizer"])
         offloaded += max(0, parts.get("activations", 0) - resident.get("activations", 0))
         host_memory = scenario.cluster.host_memory / min(scenario.cluster.per_node, HOST_DEVICES)
         parts = {**resident, "beyond the host": max(0, int(offloaded - host_memory))}
     return RankMemory(stage=stage, parts={name: size for name, size in parts.items() if size})
-
-
-# -- offload ----------------------------------------------------------------------------------------------------------
 
 
 def offloaded_share(scenario: Scenario, stage: int = 0, c: Constants = FITTED_CONSTANTS) -> float:
@@ -117,9 +107,8 @@ def _offload_share(scenario: Scenario, stage: int, candidates: Sequence[ByCatego
         return scenario.host_share
     if not scenario.on_gpu:
         return 1.0
-    resident, offloaded = (
-        sum(_peak(_after_offload(scenario, stage, candidates, share)).values()) for share in (0.0, 1.0)
-    )
+    peaks = (_peak_after_offload(scenario, stage, candidates, share) for share in (0.0, 1.0))
+    resident, offloaded = (sum(peak.values()) for peak in peaks)
     needed = (resident - scenario.cluster.memory) / max(1, resident - offloaded)
     return min(1.0, math.ceil(max(0.0, needed) * 1000) / 1000)
 
@@ -130,7 +119,7 @@ def _host_bytes(scenario: Scenario, stage: int, optimizer_bytes: float) -> float
     if not offloads_optimizer(offload):
         return 0.0
     with_params = offload_cost.offloads_params(offload)
-    late = with_params or sharding_policy(scenario).accumulates_grads
+    late = with_params or scenario.sharding_policy.accumulates_grads
     numel = sum(n * group.shard_numel for group, n in groups)
     total = 0.0
     for group, n in groups:
@@ -147,25 +136,22 @@ def _host_bytes(scenario: Scenario, stage: int, optimizer_bytes: float) -> float
     return total
 
 
-def _after_offload(
+def _peak_after_offload(
     scenario: Scenario, stage: int, candidates: Sequence[ByCategory], share: float
-) -> list[dict[str, int]]:
+) -> dict[str, int]:
     sizes = {group.name: n * group.shard_numel for group, n in param_groups(scenario, stage)}
     outside_share = sizes.get(OUTSIDE_GROUP, 0) / max(1, sum(sizes.values()))
-    return [
+    return _peak(
         resident_bytes(
             scenario.layout.offload,
             candidate,
             layers=layers_in_flight(scenario, stage),
             outside_share=outside_share,
             offloaded_share=share,
-            final=not sharding_policy(scenario).accumulates_grads,
+            final=not scenario.sharding_policy.accumulates_grads,
         )
         for candidate in candidates
-    ]
-
-
-# -- the peak ---------------------------------------------------------------------------------------------------------
+    )
 
 
 def _peak(candidates: Iterable[ByCategory]) -> dict[str, int]:
@@ -174,8 +160,10 @@ def _peak(candidates: Iterable[ByCategory]) -> dict[str, int]:
 
 def _peak_candidates(scenario: Scenario, stage: int, c: Constants) -> list[ByCategory]:
     """All bytes at each point that may be the peak: see [Note: the peak]."""
-    persistent = _persistent_bytes(scenario, stage, c)
+    persistent = state_bytes_by_category(scenario, stage)
     gradients = persistent.pop("gradients")
+    persistent["parameters"] += _low_precision_weights(scenario)
+    persistent |= {"buffers": int(_comm_buffer_bytes(scenario, stage)), "reserve": int(c.context_gib * GIB)}
     if updates_in_backward(scenario):
         gradients = min(gradients, live_gradient_bytes(scenario))
     return [persistent | point for point in _transient_bytes(scenario, stage, gradients, c)]
@@ -186,49 +174,34 @@ def _transient_bytes(scenario: Scenario, stage: int, gradients: float, c: Consta
     layout, shape, recompute = scenario.layout, scenario.shape, recompute_plan(scenario)
     lazy = scenario.program != "others" and scenario.on_gpu
     resident = not lazy or layout.accumulate * layout.pp > 1
-    activations = _activation_bytes(scenario, stage, recompute, c)
+    # Saved activations of all microbatches in flight.
+    activations = layers_in_flight(scenario, stage) * (microbatch_saved_bytes(scenario) / shape.num_layers)
+    activations *= 1 if scenario.has_layer_counts else 1 + c.activation_slack
     logits = lm_head_bytes(scenario, resident) if stage == layout.pp - 1 else 0.0
-    working = max(_working_bytes(scenario, layer, c, recompute, resident) for layer, _ in shape.layers)
+    working = max(_working_bytes(scenario, layer, recompute, c, resident) for layer, _ in shape.layers)
     if not lazy:
         # The head frees its logits before a layer's backward begins: the larger of the two counts.
         beyond = max(0.0, int(working) - int(logits))
         yield {"gradients": gradients, "activations": activations, "logits": logits, "working": beyond}
         return
     yield {"gradients": gradients if resident else 0, "activations": activations, "logits": logits}
-    first = gradients if resident else min(gradients, _first_gradient_bytes(scenario))
+    head_and_last_layer = shape.head_parameters / layout.tp + dense_parameters(shape.layers[-1][0], layout)
+    first = gradients if resident else min(gradients, head_and_last_layer * scenario.gradient_bytes)
     yield {"gradients": first, "activations": activations, "working": working}
     embedding = shape.embedding_parameters / layout.tp if stage == 0 else 0.0
-    last = 0.0 if resident or shape.tied else min(gradients, embedding * gradient_bytes(scenario))
+    last = 0.0 if resident or shape.tied else min(gradients, embedding * scenario.gradient_bytes)
     one_layer = activations / max(1.0, layers_in_flight(scenario, stage))
     yield {"gradients": gradients - last, "activations": one_layer, "working": working}
     embedding_bytes = embedding * scenario.element_bytes
     yield {"gradients": gradients, "activations": layer_input_bytes(scenario), "working": embedding_bytes}
 
 
-def _persistent_bytes(scenario: Scenario, stage: int, c: Constants) -> dict[str, float]:
-    """What stays allocated between steps, and all gradients."""
-    states = state_bytes_by_category(scenario, stage)
-    states["parameters"] += _low_precision_weights(scenario)
-    return {**states, "buffers": int(_comm_buffer_bytes(scenario, stage)), "reserve": int(c.context * GIB)}
-
-
 def state_bytes_by_category(scenario: Scenario, stage: int) -> dict[str, int]:
     """States of a rank between steps, and all gradients, by the cost function of ZeRO."""
-    policy = sharding_policy(scenario)
     total: dict[str, float] = {}
     for group, n in param_groups(scenario, stage):
-        states = dp_cost.state_bytes(
-            [group],
-            replace(policy, num_shards=group.num_shards),
-            compute_bytes=scenario.element_bytes,
-            master_bytes=scenario.master_bytes,
-            moments=NUM_MOMENTS,
-            moment_bytes=scenario.moment_bytes,
-            reduce_bytes=scenario.reduce_bytes,
-            num_versions=_weight_versions(scenario, stage),
-            float16=scenario.precision == "fp16",
-        )
-        for name, size in states.items():
+        versions, float16 = _weight_versions(scenario, stage), scenario.precision == "fp16"
+        for name, size in group_state_bytes(scenario, group, num_versions=versions, float16=float16).items():
             total[name] = total.get(name, 0) + n * size
     if scenario.optimizer is not None:
         total["optimizer"] = optimizer_state_bytes(scenario, scenario.optimizer, stage)
@@ -249,42 +222,29 @@ def _low_precision_weights(scenario: Scenario) -> int:
     if not (scenario.has_kernels and scenario.is_low_precision and layout.accumulate > 1 and layout.zero < 3):
         return 0
     params = sum(n * dense_parameters(layer, layout) for layer, n in scenario.shape.layers)
-    return int(2 * max_layer_share(scenario) * params)
+    return int(2 * scenario.max_layer_share * params)
 
 
 def _working_bytes(
-    scenario: Scenario, layer: LayerShape, c: Constants, recompute: RecomputePlan, gradients_resident: bool
+    scenario: Scenario, layer: LayerShape, recompute: RecomputePlan, c: Constants, gradients_resident: bool
 ) -> float:
     """Bytes that a layer's backward needs while it runs, recomputed activations included."""
     if scenario.has_layer_counts:
         working = backward_bytes(scenario, layer, gradients_resident=gradients_resident)
     else:
-        working = c.working * saved_tensor_bytes(scenario, layer)
-    return (
-        working
-        + recomputed_bytes(scenario, layer, recompute)
-        + (cp_working_bytes(scenario) if layer.attention else 0.0)
-    )
-
-
-def _activation_bytes(scenario: Scenario, stage: int, recompute: RecomputePlan, c: Constants) -> float:
-    """Saved activations of all microbatches in flight."""
-    shape = scenario.shape
-    saved = sum(n * saved_layer_bytes(scenario, layer, recompute) for layer, n in shape.layers) / shape.num_layers
-    return layers_in_flight(scenario, stage) * saved * (1 if scenario.has_layer_counts else 1 + c.slack)
-
-
-def _first_gradient_bytes(scenario: Scenario) -> float:
-    """Gradients of the head and of the last layer."""
-    last_layer = dense_parameters(scenario.shape.layers[-1][0], scenario.layout)
-    return (scenario.shape.head_parameters / scenario.layout.tp + last_layer) * gradient_bytes(scenario)
+        working = c.backward_working * saved_tensor_bytes(scenario, layer)
+    working += recomputed_bytes(scenario, layer, recompute)
+    return working + (cp_working_bytes(scenario) if layer.attention else 0.0)
 
 
 def _comm_buffer_bytes(scenario: Scenario, stage: int) -> float:
     """Buffers of prefetched parameters under zero 3, and of gradients to scatter under zero 2 and 3."""
     groups = param_groups(scenario, stage)
-    largest = max((gathered_numel(scenario, group.num_shards * group.shard_numel) for group, _ in groups), default=0)
-    policy = sharding_policy(scenario)
+    largest = max(
+        (gathered_numel(scenario, group.num_shards * group.shard_numel) for group, _ in groups),
+        default=0,
+    )
+    policy = scenario.sharding_policy
     if policy.reshards_params:
         return largest * (2 * scenario.element_bytes + scenario.reduce_bytes)
     return largest * scenario.reduce_bytes if policy.reduce_scatter_every_microbatch else 0.0

@@ -16,19 +16,10 @@ from echelon.optim.optimizer_groups import is_muon_matrix
 from echelon.optim.update_rule import UpdateRule
 from echelon.parallel.tp import cost as tp_cost
 from echelon.planning.cluster.link_time import wire_bytes
-from echelon.planning.cost.param_group_traffic import (
-    EXPERT_GROUP,
-    OUTSIDE_GROUP,
-    adamw_traffic,
-    data_parallel_ranks,
-    gradient_bytes,
-    max_layer_share,
-    param_groups,
-    sharding_policy,
-)
+from echelon.planning.cost.param_group_traffic import EXPERT_GROUP, OUTSIDE_GROUP, data_parallel_ranks, param_groups
 from echelon.planning.cost.step_work import UpdateWork
 from echelon.planning.model.model_shape import LayerShape
-from echelon.planning.scenario import Scenario
+from echelon.planning.scenario import NUM_MOMENTS, Scenario
 
 
 @dataclass(frozen=True)
@@ -80,10 +71,10 @@ def _factored_bytes(rule: UpdateRule, matrix: ParamMatrix) -> float:
 def param_matrices(scenario: Scenario, stage: int) -> Iterator[ParamMatrix]:
     """Yield the parameters of a rank, by shape."""
     layout, shape = scenario.layout, scenario.shape
-    shards, width = sharding_policy(scenario).num_shards, shape.width
+    shards, width = scenario.sharding_policy.num_shards, shape.width
     ranks = tp_cost.num_weight_shards(layout)
     for layer, n in shape.layers:
-        yield from _layer_matrices(scenario, layer, n * max_layer_share(scenario), shards, ranks)
+        yield from _layer_matrices(scenario, layer, n * scenario.max_layer_share)
     if stage == 0:
         yield ParamMatrix("embed.weight", (shape.vocab, width), 1, ranks, shards)
         if shape.position_parameters:
@@ -94,10 +85,9 @@ def param_matrices(scenario: Scenario, stage: int) -> Iterator[ParamMatrix]:
             yield ParamMatrix("head.weight", (shape.vocab, width), 1, ranks, shards)
 
 
-def _layer_matrices(
-    scenario: Scenario, layer: LayerShape, count: float, shards: int, ranks: int
-) -> Iterator[ParamMatrix]:
-    layout, width = scenario.layout, scenario.shape.width
+def _layer_matrices(scenario: Scenario, layer: LayerShape, count: float) -> Iterator[ParamMatrix]:
+    layout, width, shards = scenario.layout, scenario.shape.width, scenario.sharding_policy.num_shards
+    ranks = tp_cost.num_weight_shards(layout)
     for matmul in layer.matmuls:
         outputs = matmul.fused_outputs or (matmul.outputs,)
         if matmul.experts:
@@ -112,9 +102,6 @@ def _layer_matrices(
         yield ParamMatrix("norm", (width,), count * layer.other_parameters / width, 1, shards)
 
 
-# -- update in backward -----------------------------------------------------------------------------------------------
-
-
 def updates_in_backward(scenario: Scenario) -> bool:
     """Whether backward updates each parameter group and frees its gradients: in steps of one microbatch."""
     rule, layout = scenario.optimizer, scenario.layout
@@ -126,34 +113,27 @@ def live_gradient_bytes(scenario: Scenario) -> int:
     numels = [(group.num_shards * group.shard_numel, group.name) for group, _ in param_groups(scenario, 0)]
     largest_layer = max(numel for numel, name in numels if name != OUTSIDE_GROUP)
     outside = sum(numel for numel, name in numels if name == OUTSIDE_GROUP)
-    return gradient_bytes(scenario) * (2 * largest_layer + outside)
-
-
-# -- work -------------------------------------------------------------------------------------------------------------
+    return scenario.gradient_bytes * (2 * largest_layer + outside)
 
 
 def update_work(scenario: Scenario, num_params: float) -> UpdateWork:
     """Count the update of `num_params` parameters on the device."""
-    memory_bytes = update_traffic(scenario) * num_params
-    if scenario.optimizer is None:
-        return UpdateWork(num_params=num_params, memory_bytes=memory_bytes)
-    return replace(update_comm(scenario), num_params=num_params, memory_bytes=memory_bytes)
+    rule = scenario.optimizer
+    # Kernels of AdamW read and write master weight and moments, and read the gradient twice, once for the norm.
+    traffic = 2 * (scenario.master_bytes + NUM_MOMENTS * scenario.moment_bytes) + 2 * scenario.gradient_bytes
+    if rule is not None:
+        traffic = cost.update_traffic_bytes(rule, gradient_bytes=scenario.gradient_bytes)
+    if not scenario.has_kernels and (rule is None or rule.name in ("adamw", "sgd")):
+        traffic = 0.0  # what other frameworks move: step_time.py
+    communication = update_comm(scenario, rule) if rule is not None else UpdateWork()
+    return replace(communication, num_params=num_params, memory_bytes=traffic * num_params)
 
 
-def update_traffic(scenario: Scenario) -> float:
-    """Bytes moved per parameter; 0: what other frameworks move."""
-    if scenario.optimizer is None:
-        return adamw_traffic(scenario)
-    moved = cost.update_traffic_bytes(scenario.optimizer, gradient_bytes=gradient_bytes(scenario))
-    return moved if scenario.has_kernels or scenario.optimizer.name not in ("adamw", "sgd") else 0.0
-
-
-def update_comm(scenario: Scenario) -> UpdateWork:
+def update_comm(scenario: Scenario, rule: UpdateRule) -> UpdateWork:
     """Count the collectives and GEMMs of an update: see optim/reduced_stats.py and optim/rules/muon.py."""
-    rule, layout = scenario.optimizer, scenario.layout
-    assert rule is not None
+    layout = scenario.layout
     params = list(param_matrices(scenario, 0))
-    ranks = sharding_policy(scenario).num_shards * layout.tp
+    ranks = scenario.sharding_policy.num_shards * layout.tp
     if rule.name == "muon":
         return _muon_comm(scenario, [one for one in params if is_muon_matrix(rule, one.name, one.shape)], ranks)
     if ranks == 1 or rule.name not in ("lamb", "adafactor", "sm3"):

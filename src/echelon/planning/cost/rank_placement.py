@@ -21,22 +21,15 @@ def place_ranks(scenario: Scenario, c: Constants = FITTED_CONSTANTS) -> Scenario
     layout, per_node = scenario.layout, scenario.cluster.per_node
     if scenario.program == "others" or layout.world <= per_node or 1 in (layout.dp, layout.pp):
         return scenario
-    return replace(scenario, rank_order=_predicted_order(replace(scenario, rank_order=DEFAULT_ORDER), c))
-
-
-def _predicted_order(scenario: Scenario, c: Constants) -> tuple[str, str]:
-    work = count_work(scenario)
+    work = count_work(replace(scenario, rank_order=DEFAULT_ORDER))
     rates, times, pipeline = reached_rates(work.microbatch.device, c), step_times(work, c), work.pipeline
     busy = times.total - times.dp - times.update - times.offload - times.rest
-    sends = 2 * pipeline.num_microbatches * pipeline.vpp * c.pp_shown + 2 * (pipeline.pp - 1)
-    links = LinkSpeeds(
-        devices_per_node=scenario.cluster.per_node,
-        intra_node=float(rates.intra_node_bandwidth),
-        inter_node=float(rates.inter_node_bandwidth),
-    )
+    sends = 2 * pipeline.num_microbatches * pipeline.vpp * c.pp_exposed + 2 * (pipeline.pp - 1)
+    intra_node, inter_node = float(rates.intra_node_bandwidth), float(rates.inter_node_bandwidth)
+    links = LinkSpeeds(devices_per_node=per_node, intra_node=intra_node, inter_node=inter_node)
     traffic = StepTraffic(
         dp_bytes=float(work.dp.wire_bytes),
         pp_bytes=float(sends * pipeline.p2p_bytes),
         dp_overlap_s=float(dp_overlap_time(work, c, busy)),
     )
-    return choose_rank_order(scenario.layout, links, traffic)
+    return replace(scenario, rank_order=choose_rank_order(layout, links, traffic))

@@ -34,20 +34,17 @@ class ReachedRates:
 def reached_rates(device: DeviceRates, c: Constants) -> ReachedRates:
     """Scale a device's peaks by the shares that were fitted."""
     generation = device.generation
-    share = np.select(
-        [generation == CPU, generation == VOLTA, generation == AMPERE, generation == HOPPER],
-        [c.cpu, c.volta, c.ampere, c.hopper],
-        c.blackwell,
-    )
+    shares = {CPU: c.cpu, VOLTA: c.volta, AMPERE: c.ampere, HOPPER: c.hopper}
+    share = np.select([generation == known for known in shares], list(shares.values()), c.blackwell)
     fp8_share = np.where(generation == HOPPER, c.hopper_fp8, c.blackwell_fp8)
     low_share = np.where(device.low_precision == 1, fp8_share, c.fp4)
-    link_share = np.where(generation < HOPPER, c.links_old, 1.0)
+    link_share = np.where(generation < HOPPER, c.pre_hopper_links, 1.0)
     return ReachedRates(
         gemm_flops=np.where(device.low_precision > 0, device.peak_flops * low_share, device.peak_flops * share),
         gemm_flops_16bit=device.peak_flops_16bit * share,
         gemm_edge=c.edge * device.peak_flops / device.peak_flops_16bit,
-        memory_bandwidth=device.memory_bandwidth * c.streaming,
-        intra_node_bandwidth=device.intra_node_bandwidth * c.inside * link_share,
-        inter_node_bandwidth=device.inter_node_bandwidth * c.outside * link_share,
+        memory_bandwidth=device.memory_bandwidth * c.memory_bandwidth,
+        intra_node_bandwidth=device.intra_node_bandwidth * c.intra_node * link_share,
+        inter_node_bandwidth=device.inter_node_bandwidth * c.inter_node * link_share,
         latency=device.latency,
     )

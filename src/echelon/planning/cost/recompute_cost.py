@@ -29,10 +29,7 @@ from echelon.planning.cost.activation_memory import (
 from echelon.planning.cost.elementwise_traffic import elementwise_traffic
 from echelon.planning.cost.step_work import RecomputeShares
 from echelon.planning.model.model_shape import LayerShape
-from echelon.planning.scenario import Scenario
-
-FULL_LAYER_POLICIES = ("full", "every", "sqrt")
-"""policies that recompute full layers"""
+from echelon.planning.scenario import FULL_LAYER_POLICIES, Scenario
 
 
 @dataclass(frozen=True)
@@ -71,18 +68,19 @@ def _layers_per_chunk(scenario: Scenario) -> int:
     return -(-scenario.shape.num_layers // (scenario.layout.pp * scenario.layout.vpp))
 
 
-# -- bytes ------------------------------------------------------------------------------------------------------------
-
-
 def saved_layer_bytes(scenario: Scenario, layer: LayerShape, recompute: RecomputePlan) -> float:
     """Bytes that one layer saves of one microbatch, on average over the forms."""
     total = 0.0
     for form, share in recompute.forms:
-        if form == "full":
-            total += share * (saved_input_bytes(scenario) / recompute.segment_layers)
-        else:
-            total += share * saved_bytes(scenario, layer, form)
+        segment_layers = recompute.segment_layers if form == "full" else 1
+        total += share * (saved_bytes(scenario, layer, form) / segment_layers)
     return total
+
+
+def microbatch_saved_bytes(scenario: Scenario) -> float:
+    """Bytes that all layers save of one microbatch."""
+    recompute = recompute_plan(scenario)
+    return sum(n * saved_layer_bytes(scenario, layer, recompute) for layer, n in scenario.shape.layers)
 
 
 def recomputed_bytes(scenario: Scenario, layer: LayerShape, recompute: RecomputePlan) -> float:
@@ -121,9 +119,6 @@ def compression_traffic(scenario: Scenario) -> float:
     return total
 
 
-# -- compute and collectives ------------------------------------------------------------------------------------------
-
-
 def recompute_shares(scenario: Scenario) -> RecomputeShares:
     experts = scenario.expert_load > MAX_LOAD_FACTOR  # chunked dispatch saves nothing
     if scenario.layout.recompute == "none":
@@ -141,42 +136,30 @@ def recompute_shares(scenario: Scenario) -> RecomputeShares:
 def recomputed_layers(scenario: Scenario) -> RecomputedLayers:
     """Count the layers that backward recomputes, and whose collectives it repeats."""
     shape, recompute = scenario.shape, recompute_plan(scenario)
-    if scenario.layout.recompute.partition(":")[0] in FULL_LAYER_POLICIES:
+    if scenario.recomputes_layers:
         policy = f"every:{recompute.segment_layers}"
         return RecomputedLayers.from_policy(policy, layers=shape.num_layers, moe_layers=shape.num_moe_layers)
     full, moe = (round(recompute.full_share * count) for count in (shape.num_layers, shape.num_moe_layers))
-    return RecomputedLayers(
-        dense=full - moe,
-        dense_tails=full - moe,
-        moe=moe,
-        moe_tails=moe,
-        attention_cores=round(recompute.share("selective") * shape.num_layers),
-    )
-
-
-# -- a budget ---------------------------------------------------------------------------------------------------------
+    dense, cores = full - moe, round(recompute.share("selective") * shape.num_layers)
+    return RecomputedLayers(dense=dense, dense_tails=dense, moe=moe, moe_tails=moe, attention_cores=cores)
 
 
 def _solve_budget(scenario: Scenario) -> RecomputePlan:
     """Solve for the forms: see [Note: a budget]. If `full` exceeds it, all layers are `full`, which a run refuses."""
-    options = tuple(tuple(layer_checkpoint_options(scenario, layer)) for layer, _ in scenario.shape.layers)
-    counts = tuple(n for _, n in scenario.shape.layers)
+    options = tuple((tuple(layer_checkpoint_options(scenario, layer)), n) for layer, n in scenario.shape.layers)
     layers = _layers_per_chunk(scenario)
     in_flight = max(1, round(layers_in_flight(scenario, 0) / layers))
     budget = float(scenario.layout.recompute.partition(":")[2].removesuffix("GiB")) * GIB
-    return _solve_forms(options, counts, layers, in_flight, budget)
+    return _solve_forms(options, layers, in_flight, budget)
 
 
 @lru_cache(maxsize=512)
 def _solve_forms(
-    options: tuple[tuple[CheckpointOption, ...], ...],
-    counts: tuple[int, ...],
-    layers: int,
-    in_flight: int,
-    budget: float,
+    options: tuple[tuple[tuple[CheckpointOption, ...], int], ...], layers: int, in_flight: int, budget: float
 ) -> RecomputePlan:
-    total = sum(counts)
-    stage = [some for some, n in zip(options, counts, strict=True) for _ in range(max(1, round(n * layers / total)))]
+    """`options` of every kind of layer, with the number of such layers."""
+    total = sum(n for _, n in options)
+    stage = [some for some, n in options for _ in range(max(1, round(n * layers / total)))]
     solution = solve_knapsack(stage, [in_flight] * len(stage), budget)
     forms = [option.form for option in solution] if solution is not None else ["full"] * len(stage)
     return RecomputePlan(tuple((form, forms.count(form) / len(forms)) for form in sorted(set(forms))))

@@ -4,21 +4,12 @@
 
     step = microbatches x (the slowest rank's microbatch) + bubble + exposed communication + update
 
+The search takes the bubble from a formula (pipeline/schedules/bubble_time.py); priced_plan.py simulates the schedules
+of the layouts that it chooses.
+
 A GEMM of m x k by k x n takes its FLOPs over the rate that the device reaches, and longer for partly filled tiles at
 its edges: FLOPs (1 + e/m + e/k + e/n). Operators between GEMMs move bytes. The host takes time to launch kernels. A
 group whose ranks span nodes uses the links of all its ranks in a node, up to the bandwidth inside it.
-
-[Note: bubbles]
-
-With f, i and w the seconds of a rank's forward, input-gradient and weight-gradient passes of one microbatch, on d ranks
-with m microbatches and v chunks, a step is longer than m (f + i + w) by
-
-    1f1b          (d - 1) (f + i + w) / v, and where m < d by (d - m) (v - 1) / v times (f + i + w) more
-    zb-h1         (d - 1) (f + i) - min(d - 1, m - 1) w: weight gradients fill the bubble, as far as there are any
-    zb-v          (d - 1) max(f / 2, i - w), but at least one traversal there and back: (d - 1) (f + i) - (m - 1) f
-    dualpipe-v    the same, with a traversal that is (d - 1) w / 2 longer
-
-in agreement with the simulator, which priced_plan.py runs for the layouts that the search chooses.
 
 Every number may be an array: each line times one layout or thousands.
 """
@@ -29,14 +20,15 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from echelon.pipeline.schedules.bubble_time import bubble_times
 from echelon.planning.calibrate.constants import FITTED_CONSTANTS, Constants
 from echelon.planning.cluster.link_time import exposed_time
 from echelon.planning.cost.cp_time import cp_time
 from echelon.planning.cost.reached_rates import ReachedRates, reached_rates
 from echelon.planning.cost.step_work import HOPPER, GemmWork, MicrobatchWork, Number, StepWork
 
-ONE_F_ONE_B, INTERLEAVED, ZB_H1, ZB_V, DUALPIPE_V = range(5)
-PLAIN_ATTENTION, FUSED_SOFTMAX, FLASH1, FLASH2, BEST_ATTENTION = range(5)
+PLAIN_ATTENTION, _, FLASH1, FLASH2 = range(4)
+"""indices into ATTENTION_KERNELS"""
 NARROW_HEAD_SPEED = 0.8
 """speed of attention with heads below WIDE_HEAD_DIM elements, over that with wider ones"""
 GEMM_BACKWARD_RATIO = 2.0
@@ -44,9 +36,6 @@ FLASH_BACKWARD_RATIO = 2.5
 UNFUSED_BACKWARD_RATIO = 2.0
 ROUTER_PEAK_SHARE = 0.042
 """of the 16-bit peak that a router reaches in float32: measured for 2,048 by 128 on an H200"""
-
-
-# -- a microbatch -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +75,8 @@ class MicrobatchTime:
     @property
     def launch_waits(self) -> tuple[Number, Number]:
         """Seconds that the device waits for the host, in forward and in backward."""
-        forward, backward = (
-            exposed_time(self.kernel_launches, device) for device in (self.forward_device, self.backward_device)
-        )
-        return forward, backward
+        launches = self.kernel_launches
+        return exposed_time(launches, self.forward_device), exposed_time(launches, self.backward_device)
 
     @property
     def forward(self) -> Number:
@@ -136,7 +123,7 @@ def microbatch_time(work: StepWork, c: Constants = FITTED_CONSTANTS) -> Microbat
 
 
 def _gemm_time(work: GemmWork, edge: Number, flops_per_second: Number, c: Constants) -> Number:
-    return (work.flops + c.odd * work.misaligned_flops + edge * work.edge_flops) / flops_per_second
+    return (work.flops + c.misaligned_gemms * work.misaligned_flops + edge * work.edge_flops) / flops_per_second
 
 
 def _attention_time(work: MicrobatchWork, rates: ReachedRates, c: Constants) -> Number:
@@ -147,19 +134,17 @@ def _attention_time(work: MicrobatchWork, rates: ReachedRates, c: Constants) -> 
         [c.flash1, np.where(device.generation >= HOPPER, c.flash2_hopper, c.flash2)],
         c.best_attention,
     ) * np.where(attention.wide_heads > 0, 1.0, NARROW_HEAD_SPEED)
-    score_bytes = np.where(attention.kernel == PLAIN_ATTENTION, c.plain_scores, c.scores) * attention.scores
-    seconds = np.where(
-        attention.kernel >= FLASH1,
-        attention.flops / (device.peak_flops_16bit * flash_share),
-        2 * attention.flops / rates.gemm_flops_16bit + score_bytes / rates.memory_bandwidth,
-    )
-    return seconds * np.where(work.cp.is_blockwise > 0, c.blocks, 1.0)
+    per_score = np.where(attention.kernel == PLAIN_ATTENTION, c.plain_score_bytes, c.fused_score_bytes)
+    flash = attention.flops / (device.peak_flops_16bit * flash_share)
+    unfused = 2 * attention.flops / rates.gemm_flops_16bit + per_score * attention.scores / rates.memory_bandwidth
+    seconds = np.where(attention.kernel >= FLASH1, flash, unfused)
+    return seconds * np.where(work.cp.is_blockwise > 0, c.blockwise_attention, 1.0)
 
 
 def _elementwise_time(work: MicrobatchWork, rates: ReachedRates, c: Constants) -> Number:
     traffic = work.elementwise
-    norms = traffic.norms * np.where(traffic.fused_norms > 0, 1.0, c.loose_norms)
-    cast_bytes = np.where(work.device.low_precision > 0, c.casts, 0.0) * (traffic.norms + traffic.other) / 2
+    norms = traffic.norms * np.where(traffic.fused_norms > 0, 1.0, c.unfused_norms)
+    cast_bytes = np.where(work.device.low_precision > 0, c.cast_bytes, 0.0) * (traffic.norms + traffic.other) / 2
     return (2 * (norms + traffic.other) + cast_bytes) / rates.memory_bandwidth
 
 
@@ -167,7 +152,7 @@ def _exposed_tp_time(work: MicrobatchWork, rates: ReachedRates, c: Constants, ge
     tp = work.tp
     bandwidth = rates.group_bandwidth(tp.in_node, tp.ranks_per_node)
     seconds = (tp.wire_bytes - tp.overlapped_bytes) / bandwidth + rates.latency * tp.num_collectives
-    exposed_share = np.where(work.device.generation < HOPPER, 1.0, c.tp_shown)
+    exposed_share = np.where(work.device.generation < HOPPER, 1.0, c.tp_exposed)
     overlapped: Number = exposed_time(tp.overlapped_bytes / bandwidth, (1 + GEMM_BACKWARD_RATIO) * gemms)
     return np.where(tp.ranks > 1, seconds, 0.0) * exposed_share + overlapped
 
@@ -175,7 +160,7 @@ def _exposed_tp_time(work: MicrobatchWork, rates: ReachedRates, c: Constants, ge
 def _exposed_ep_time(work: MicrobatchWork, rates: ReachedRates, c: Constants) -> Number:
     ep = work.ep
     transfers = ep.intra_node_bytes / rates.intra_node_bandwidth + ep.inter_node_bytes / rates.inter_node_bandwidth
-    return (transfers + rates.latency * ep.num_collectives) * c.ep_shown
+    return (transfers + rates.latency * ep.num_collectives) * c.ep_exposed
 
 
 def _p2p_time(work: StepWork, rates: ReachedRates) -> Number:
@@ -189,9 +174,6 @@ def recompute_time(work: StepWork, m: MicrobatchTime) -> Number:
     shares = work.microbatch.recompute
     besides = shares.attention * m.attention + shares.elementwise * m.elementwise
     return shares.layers * m.forward + besides + shares.experts * m.expert_gemms
-
-
-# -- a step -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +215,7 @@ def step_times(work: StepWork, c: Constants = FITTED_CONSTANTS) -> StepTimes:
     layers = m.forward + m.backward + recompute + m.tp + m.ep + m.cp
     slowest = _slowest_rank_time(work, layers, 3 * m.head)
     bubble = _bubble_time(work, m, layers / pp)
-    p2p = num_microbatches * 2 * pipeline.vpp * m.pp * c.pp_shown + 2 * (pp - 1) * m.pp
+    p2p = num_microbatches * 2 * pipeline.vpp * m.pp * c.pp_exposed + 2 * (pp - 1) * m.pp
     busy = num_microbatches * slowest + bubble + p2p
     share = num_microbatches / pp
     causes = {
@@ -255,7 +237,7 @@ def step_times(work: StepWork, c: Constants = FITTED_CONSTANTS) -> StepTimes:
         dp=_exposed_dp_time(work, c, busy),
         update=_update_time(work, c),
         offload=_offload_time(work, busy),
-        rest=c.step * np.where(work.dp.ranks * work.microbatch.tp.ranks * pp > 1, 1.0, c.alone),
+        rest=c.step_overhead * np.where(work.dp.ranks * work.microbatch.tp.ranks * pp > 1, 1.0, c.single_device_share),
     )
 
 
@@ -275,39 +257,17 @@ def _head_time(work: StepWork, head: Number) -> Number:
 
 def _bubble_time(work: StepWork, m: MicrobatchTime, microbatch: Number) -> Number:
     pipeline, schedule = work.pipeline, work.pipeline.schedule
-    forward = (m.forward + (m.tp + m.ep + m.cp) / (2 + work.microbatch.recompute.layers)) / pipeline.pp
-    bubbles = bubble_times(
-        pipeline.pp, pipeline.num_microbatches, pipeline.vpp, forward, microbatch, m.weight_grad / pipeline.pp
-    )
-    return np.select(
-        [schedule <= INTERLEAVED, schedule == ZB_H1, schedule == ZB_V, schedule == DUALPIPE_V], bubbles, 0.0
-    )
-
-
-def bubble_times(
-    pp: Number, num_microbatches: Number, vpp: Number, forward: Number, microbatch: Number, weight_grad: Number
-) -> list[Number]:
-    """Seconds that a rank waits in a step under 1f1b, zb-h1, zb-v and dualpipe-v. See [Note: bubbles].
-
-    `forward`, `microbatch` (forward and backward) and `weight_grad` are seconds of one microbatch on a rank.
-    """
-    input_grad = microbatch - forward - weight_grad
-    unfilled = np.maximum(pp - num_microbatches, 0) * (vpp - 1)
-    traversal = (pp - 1) * (forward + input_grad) - (num_microbatches - 1) * forward
-    zb_v = (pp - 1) * np.maximum(forward / 2, input_grad - weight_grad)
-    return [
-        (pp - 1 + unfilled) / vpp * microbatch,
-        (pp - 1) * (forward + input_grad) - np.minimum(pp - 1, num_microbatches - 1) * weight_grad,
-        np.maximum(zb_v, traversal),
-        np.maximum(zb_v, traversal + (pp - 1) * weight_grad / 2),
-    ]
+    forward = (m.forward + m.communication / (2 + work.microbatch.recompute.layers)) / pipeline.pp
+    sizes = (pipeline.pp, pipeline.num_microbatches, pipeline.vpp)
+    bubbles: list[Number] = bubble_times(*sizes, forward, microbatch, m.weight_grad / pipeline.pp)
+    return np.select([schedule == index for index in range(len(bubbles))], bubbles, 0.0)
 
 
 def dp_overlap_time(work: StepWork, c: Constants, busy: Number) -> Number:
     """Time of compute that overlaps gathers of parameters and reductions of gradients."""
     backward = microbatch_time(work, c).backward / work.pipeline.pp
-    once_a_step = np.where(work.microbatch.device.generation < HOPPER, 0.0, c.dp_hidden * backward)
-    return np.where(work.dp.every_microbatch > 0, c.stream_hidden * busy, once_a_step)
+    once_a_step = np.where(work.microbatch.device.generation < HOPPER, 0.0, c.dp_overlap * backward)
+    return np.where(work.dp.every_microbatch > 0, c.fsdp_overlap * busy, once_a_step)
 
 
 def _exposed_dp_time(work: StepWork, c: Constants, busy: Number) -> Number:
@@ -316,18 +276,15 @@ def _exposed_dp_time(work: StepWork, c: Constants, busy: Number) -> Number:
     bandwidth = reached_rates(device, c).group_bandwidth(dp.in_node, dp.ranks_per_node)
     seconds = dp.wire_bytes / bandwidth
     exposed: Number = exposed_time(seconds, dp_overlap_time(work, c, busy))
-    return exposed + np.where(dp.every_microbatch > 0, c.stream_shown * seconds, 0.0)
+    return exposed + np.where(dp.every_microbatch > 0, c.fsdp_exposed * seconds, 0.0)
 
 
 def _update_time(work: StepWork, c: Constants) -> Number:
     """Time the update: its memory traffic, Muon's GEMMs in bfloat16 on full matrices, its collectives."""
     update, dp, device = work.update, work.dp, work.microbatch.device
     rates = reached_rates(device, c)
-    memory = np.where(
-        update.memory_bytes > 0,
-        update.memory_bytes / rates.memory_bandwidth,
-        c.update * update.num_params / device.memory_bandwidth,
-    )
+    assumed = c.update_bytes * update.num_params / device.memory_bandwidth
+    memory = np.where(update.memory_bytes > 0, update.memory_bytes / rates.memory_bandwidth, assumed)
     gemms = update.flops / (device.peak_flops_16bit * c.ampere)
     transfers = update.wire_bytes / rates.group_bandwidth(dp.in_node, dp.ranks_per_node)
     return memory + (gemms + transfers + rates.latency * update.num_collectives)

@@ -15,12 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from echelon.layout.layout import ASYNC_SCHEDULES
+from echelon.pipeline.schedules.bubble_time import DUALPIPE_V, NO_BUBBLE, ZB_H1, ZB_V
 
 Number: TypeAlias = float | NDArray[Any]
 """a number, or an array with one for each stacked step"""
 GENERATIONS = ("cpu", "volta", "ampere", "hopper", "blackwell")
 CPU, VOLTA, AMPERE, HOPPER, BLACKWELL = range(len(GENERATIONS))
-BUBBLE_SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", *ASYNC_SCHEDULES)
+BUBBLE_FORMULAS = {"zb-h1": ZB_H1, "zb-v": ZB_V, "dualpipe-v": DUALPIPE_V, **dict.fromkeys(ASYNC_SCHEDULES, NO_BUBBLE)}
 """schedules with a bubble formula of their own; others are timed as 1f1b"""
 LOW_PRECISION = {"fp8": 1, "fp4": 2}
 """GEMM dtypes below 16 bits; all others are 0"""
@@ -56,18 +57,11 @@ class GemmWork:
     misaligned_flops: Number = 0.0
     """of GEMMs with a dimension that GEMM_TILE does not divide"""
 
-    def __add__(self, other: GemmWork) -> GemmWork:
+    def plus(self, times: int, other: GemmWork) -> GemmWork:
         return GemmWork(
-            flops=self.flops + other.flops,
-            edge_flops=self.edge_flops + other.edge_flops,
-            misaligned_flops=self.misaligned_flops + other.misaligned_flops,
-        )
-
-    def __rmul__(self, times: int) -> GemmWork:
-        return GemmWork(
-            flops=times * self.flops,
-            edge_flops=times * self.edge_flops,
-            misaligned_flops=times * self.misaligned_flops,
+            flops=self.flops + times * other.flops,
+            edge_flops=self.edge_flops + times * other.edge_flops,
+            misaligned_flops=self.misaligned_flops + times * other.misaligned_flops,
         )
 
 
@@ -193,7 +187,7 @@ class PipelineWork:
     vpp: Number
     num_microbatches: Number
     schedule: Number
-    """index into BUBBLE_SCHEDULES"""
+    """index of its bubble in `bubble_times`"""
     max_layer_share: Number
     """of the layers, on the rank with the most"""
     is_even: Number

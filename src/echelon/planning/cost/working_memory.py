@@ -23,7 +23,6 @@ from __future__ import annotations
 from echelon.kernels.memory_limits import tokens_per_chunk
 from echelon.parallel.ep.cost import MAX_LOAD_FACTOR
 from echelon.planning.cost.activation_memory import saved_tensor_bytes
-from echelon.planning.cost.param_group_traffic import gradient_bytes
 from echelon.planning.model.model_shape import COLUMN_PARALLEL, LayerShape
 from echelon.planning.scenario import Scenario
 
@@ -56,7 +55,7 @@ def backward_bytes(scenario: Scenario, layer: LayerShape, *, gradients_resident:
     local = scenario.tokens * size * up.token_share / layout.tp  # bytes per element of width, of this rank's tokens
     routed = min(scenario.expert_load, MAX_LOAD_FACTOR) * local * layout.etp  # of the tokens that its experts receive
     width, inner, up_outputs = up.inputs, down.inputs / layout.etp, up.outputs / layout.etp
-    missing = 0.0 if gradients_resident else layer.expert_parameters / ranks * gradient_bytes(scenario)
+    missing = 0.0 if gradients_resident else layer.expert_parameters / ranks * scenario.gradient_bytes
     down_weight, up_weight = (matmul.parameters * size / ranks for matmul in (down, up))
     phases = (
         (2 * local + max(local, routed)) * width - missing,
@@ -73,14 +72,12 @@ def _score_backward_bytes(scenario: Scenario, layer: LayerShape) -> float:
     attention = layer.attention
     if not scenario.materializes_scores or attention is None:
         return 0.0
-    tp = scenario.layout.tp
+    tp, tokens, size = scenario.layout.tp, scenario.tokens, scenario.element_bytes
     elements = attention.heads * (attention.head_dim + 2 * attention.value_dim)
     elements += attention.kv_heads * (attention.head_dim + attention.value_dim)
-    saved_before = (
-        scenario.element_bytes * scenario.tokens * (elements / tp + 3 * scenario.shape.width / scenario.sp_degree)
-    )
-    score_bytes = SCORE_WORKING_BYTES if scenario.shape.dropout else 3 * scenario.element_bytes
-    scores = score_bytes * attention.heads / tp * scenario.tokens * scenario.seq_len
+    saved_before = size * tokens * (elements / tp + 3 * scenario.shape.width / scenario.sp_degree)
+    score_bytes = SCORE_WORKING_BYTES if scenario.shape.dropout else 3 * size
+    scores = score_bytes * attention.heads / tp * tokens * scenario.seq_len
     return scores - max(0.0, saved_tensor_bytes(scenario, layer) - saved_before)
 
 
@@ -95,5 +92,5 @@ def lm_head_bytes(scenario: Scenario, gradients_resident: bool) -> float:
     weight_gradient = vocab * width * (4 if tokens > chunk_tokens else size)
     chunks = min(tokens, LIVE_CHUNKS * chunk_tokens) * vocab * size
     # Backward scales both gradients by the loss's; the weight's goes to its buffer.
-    scaled = hidden + (0 if gradients_resident else vocab * width * gradient_bytes(scenario))
+    scaled = hidden + (0 if gradients_resident else vocab * width * scenario.gradient_bytes)
     return NORM_TENSORS * hidden + weight_gradient + max(chunks, scaled)

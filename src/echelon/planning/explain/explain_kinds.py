@@ -3,12 +3,11 @@ model's heads rule out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from echelon.draw.number_format import format_bytes, format_time
 from echelon.layout import Layout
-from echelon.layout.rules import LayoutConstraints, find_violations
 from echelon.planning.calibrate.calibration import constants_for
 from echelon.planning.calibrate.constants import FITTED_CONSTANTS, Constants
 from echelon.planning.cluster.device_kinds import GIB
@@ -17,7 +16,6 @@ from echelon.planning.cost.cp_time import cp_time
 from echelon.planning.cost.cp_traffic import cp_bytes_per_token
 from echelon.planning.cost.reached_rates import reached_rates
 from echelon.planning.cost.step_time import FLASH_BACKWARD_RATIO, microbatch_time
-from echelon.planning.model.model_shape import RuleFacts
 from echelon.planning.priced_plan import Plan, price
 from echelon.planning.scenario import PlanRequest, Scenario
 from echelon.planning.search.layout_families import MIN_GRID_TP, cp_kinds, tp_kinds
@@ -29,30 +27,31 @@ EQUAL_WITHIN = 0.005
 
 
 def kind_reasons(request: PlanRequest, plan: Plan, c: Constants = FITTED_CONSTANTS) -> Iterator[str]:
-    if plan.layout.cp > 1:
-        yield from _cp_reasons(request, plan, c)
-    if plan.layout.tp_kind != "1d" or plan.layout.tp >= MIN_GRID_TP:
-        yield from _tp_reasons(request, plan, c)
-
-
-# -- context ----------------------------------------------------------------------------------------------------------
-
-
-def _cp_reasons(request: PlanRequest, plan: Plan, c: Constants) -> Iterator[str]:
     layout = plan.layout
-    yield f"cp={layout.cp} as {_cp_name(layout)} sends {_cp_traffic(plan.scenario, c)}."
-    legal = cp_kinds(_without_fixed(request, "cp_kind", "ulysses"), layout.tp, layout.cp)
-    for kind in CP_KINDS:
-        cases = [
-            replace(plan.scenario, layout=replace(layout, cp_kind=kind, ulysses=inner))
-            for name, inner in legal
-            if name == kind != layout.cp_kind
-        ]
-        if cases:
-            other = min((price(case, c) for case in cases), key=lambda found: (not found.fits, found.seconds))
-            yield f"As {_cp_name(other.layout)} it {_verdict(plan, other)}: {_cp_traffic(other.scenario, c)}."
-        elif kind != layout.cp_kind and kind not in dict(legal):
-            yield f"{kind} cannot be: {_broken_rule(request, layout, kind)}."
+    if layout.cp > 1:
+        yield f"cp={layout.cp} as {_cp_name(layout)} sends {_cp_traffic(plan.scenario, c)}."
+        legal = cp_kinds(_without_fixed(request, "cp_kind", "ulysses"), layout.tp, layout.cp)
+        for kind in CP_KINDS:
+            layouts = [replace(layout, cp_kind=name, ulysses=inner) for name, inner in legal if name == kind]
+            if layouts and kind != layout.cp_kind:
+                other = _best_plan(plan, layouts, c)
+                yield f"As {_cp_name(other.layout)} it {_verdict(plan, other)}: {_cp_traffic(other.scenario, c)}."
+            elif not layouts and kind != layout.cp_kind:
+                yield f"{kind} cannot be: {_broken_rule(request, layout, kind)}."
+    if layout.tp_kind != "1d" or layout.tp >= MIN_GRID_TP:
+        yield f"tp={layout.tp} as {_tp_name(layout)} sends {_tp_traffic(plan.scenario)}."
+        legal = tp_kinds(_without_fixed(request, "tp_kind", "depth"), layout.tp)
+        for kind in TP_KINDS:
+            layouts = [_with_tp_kind(layout, kind, depth) for name, depth in legal if name == kind != layout.tp_kind]
+            if layouts:
+                other = _best_plan(plan, layouts, c)
+                yield f"As {_tp_name(other.layout)} it {_verdict(plan, other)}: {_tp_traffic(other.scenario)}."
+
+
+def _best_plan(plan: Plan, layouts: Sequence[Layout], c: Constants) -> Plan:
+    """The best plan of the same scenario in one of these layouts."""
+    plans = (price(replace(plan.scenario, layout=layout), c) for layout in layouts)
+    return min(plans, key=lambda other: (not other.fits, other.seconds))
 
 
 def _cp_name(layout: Layout) -> str:
@@ -63,15 +62,13 @@ def _cp_traffic(scenario: Scenario, c: Constants) -> str:
     """Bytes per token, their links, and what overlaps them."""
     layout, per_node = scenario.layout, scenario.cluster.per_node
     sent = f"{format_bytes(cp_bytes_per_token(scenario))} a token and layer"
-    near = layout.tp * layout.cp <= per_node
-    where = "inside a node" if near else "between nodes"
+    where = "inside a node" if layout.tp * layout.cp <= per_node else "between nodes"
     if layout.cp_kind in ("gather", "ulysses"):
         return f"{sent} {where}, exposed"
     c, work = constants_for(scenario, c), count_work(scenario)
-    attention = microbatch_time(work, c).attention
-    rates = reached_rates(work.microbatch.device, c)
-    found = cp_time(work.microbatch, rates, attention, FLASH_BACKWARD_RATIO * attention)
-    hop, block = (float(x) / scenario.shape.num_layers for x in (found.hop, found.block))
+    attention, rates = microbatch_time(work, c).attention, reached_rates(work.microbatch.device, c)
+    times = cp_time(work.microbatch, rates, attention, FLASH_BACKWARD_RATIO * attention)
+    hop, block = (float(seconds) / scenario.shape.num_layers for seconds in (times.hop, times.block))
     hidden = "attention overlaps it" if hop < block else "attention overlaps a part of it"
     beside = f"{hidden}: a hop takes {format_time(hop)}, the block beside it {format_time(block)}"
     if layout.cp_kind == "ring":
@@ -84,24 +81,8 @@ def _broken_rule(request: PlanRequest, layout: Layout, kind: str) -> str:
     """The rule that a kind breaks."""
     if kind == "ring-ulysses":
         return f"no part of cp={layout.cp} that fits a node beside tp={layout.tp} divides the heads of a rank"
-    facts = LayoutConstraints(seq_len=request.seq_len, model=RuleFacts(request.shape))
-    found = find_violations(replace(layout, cp_kind=kind, ulysses=layout.cp if kind == "ulysses" else 1), facts)
-    return next((f"cp={layout.cp} {rule.message}" for rule in found.values()), f"cp={layout.cp}")
-
-
-# -- tensor -----------------------------------------------------------------------------------------------------------
-
-
-def _tp_reasons(request: PlanRequest, plan: Plan, c: Constants) -> Iterator[str]:
-    layout = plan.layout
-    yield f"tp={layout.tp} as {_tp_name(layout)} sends {_tp_traffic(plan.scenario)}."
-    legal = tp_kinds(_without_fixed(request, "tp_kind", "depth"), layout.tp)
-    for kind in TP_KINDS:
-        layouts = [_with_tp_kind(layout, kind, depth) for name, depth in legal if name == kind != layout.tp_kind]
-        if layouts:
-            plans = (price(replace(plan.scenario, layout=one), c) for one in layouts)
-            other = min(plans, key=lambda found: (not found.fits, found.seconds))
-            yield f"As {_tp_name(other.layout)} it {_verdict(plan, other)}: {_tp_traffic(other.scenario)}."
+    broken = request.violations(replace(layout, cp_kind=kind, ulysses=layout.cp if kind == "ulysses" else 1))
+    return next((f"cp={layout.cp} {rule.message}" for rule in broken.values()), f"cp={layout.cp}")
 
 
 def _with_tp_kind(layout: Layout, kind: str, depth: int) -> Layout:
@@ -123,9 +104,6 @@ def _tp_traffic(scenario: Scenario) -> str:
     more = f", and {padded - 1:.0%} of its sequences are padding" if padded > 1 else ""
     size, count = float(tp.wire_bytes) / every, tp.num_collectives / layers
     return f"{format_bytes(size)} a token and layer in {count:.0f} collectives {where}{more}"
-
-
-# -- both -------------------------------------------------------------------------------------------------------------
 
 
 def _without_fixed(request: PlanRequest, *keys: str) -> PlanRequest:

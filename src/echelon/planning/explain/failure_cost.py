@@ -13,9 +13,8 @@ one waits for it.
 
 [Note: what was measured, and how it grows]
 
-Measured on two cores (bench/goodput.py): what a save and a start cost beside the bytes they move, and what an index
-costs for each box of a tensor. Bytes come from the plan, bandwidths from the cluster. Three things could not be
-measured on one machine and are taken from reports or assumed; they are marked below.
+bench/goodput.py measures, on two cores, what a save and a start cost besides the bytes they move, and what an index
+costs for each box of a tensor. Bytes come from the plan, bandwidths from the cluster.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class TimeShares:
     useful: float
     saving: float
     lost: float
-    """work that is done again"""
+    """work since the newest checkpoint, which is repeated"""
     down: float
 
 
@@ -90,10 +89,8 @@ class PredictedGoodput:
     mtbf: float
     """seconds from one failure to the next, in the mean"""
     checkpoint_steps: int
-    """steps between checkpoints"""
+    """between checkpoints"""
     checkpoint_seconds: float
-    """seconds between checkpoints"""
-    timeout: float
     recovery: RecoveryTimes
     shares: TimeShares
     """the mean of the simulated runs"""
@@ -109,7 +106,7 @@ class PredictedGoodput:
             "failure_s": self.mtbf,
             "checkpoint_every": self.checkpoint_steps,
             "checkpoint_s": self.checkpoint_seconds,
-            "timeout_s": self.timeout,
+            "timeout_s": self.recovery.detect,
             "recovery_s": asdict(self.recovery),
             "spent": asdict(self.shares),
         }
@@ -124,18 +121,16 @@ def predict_goodput(
     seconds = checkpoint_interval(between, recovery)
     every = max(1, round(seconds / plan.seconds))
     seconds = every * plan.seconds
-    found = [simulate_run(between, recovery, seconds, days * DAY, seed) for seed in range(runs)]
-    spent = TimeShares(**{name: sum(getattr(one, name) for one in found) / runs for name in vars(found[0])})
-    shares = [one.useful for one in found]
+    simulated = [simulate_run(between, recovery, seconds, days * DAY, seed) for seed in range(runs)]
+    mean = {name: sum(getattr(run, name) for run in simulated) / runs for name in vars(simulated[0])}
     return PredictedGoodput(
         mtbf=between,
         checkpoint_steps=every,
         checkpoint_seconds=seconds,
-        timeout=recovery.detect,
         recovery=recovery,
-        shares=spent,
-        low=min(shares),
-        high=max(shares),
+        shares=TimeShares(**mean),
+        low=min(run.useful for run in simulated),
+        high=max(run.useful for run in simulated),
     )
 
 

@@ -6,12 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from echelon.layout import Layout, ValidationError
-from echelon.layout.rules import LayoutConstraints, find_violations
 from echelon.planning.calibrate.constants import FITTED_CONSTANTS, Constants
-from echelon.planning.cluster.cluster import Cluster, NodeGroup
 from echelon.planning.cluster.device_kinds import GIB
 from echelon.planning.explain import explain_kinds
-from echelon.planning.model.model_shape import RuleFacts
 from echelon.planning.priced_plan import Plan, price, with_layout_keys
 from echelon.planning.scenario import PlanRequest, Scenario
 from echelon.planning.search.layout_families import can_split_sequence
@@ -40,8 +37,6 @@ CP_CAUSES = {
     "ring-ulysses": "the all-to-all of heads and tokens, and merging of the ring's blocks",
 }
 """the same by cp_kind"""
-OTHER_CAUSES = {"products": "less efficient GEMMs"}
-"""other causes"""
 WORTH_NAMING = 0.03
 """share of a step from which a cause is named"""
 MEMORY_BOUND = 0.85
@@ -51,13 +46,8 @@ MEMORY_BOUND = 0.85
 def explain_plan(request: PlanRequest, plans: Sequence[Plan], c: Constants = FITTED_CONSTANTS) -> Plan:
     """The best plan with its reasons."""
     best = plans[0]
-    reasons = [
-        *_limits(best),
-        *explain_kinds.kind_reasons(request, best, c),
-        *_neighbours(request, best, c),
-        *_upgrades(request, best, c),
-    ]
-    return replace(best, reasons=tuple(reasons))
+    parts = (explain_kinds.kind_reasons, _neighbours, _upgrades)
+    return replace(best, reasons=(*_limits(best), *(reason for part in parts for reason in part(request, best, c))))
 
 
 def _cause(name: str, layout: Layout) -> str:
@@ -87,8 +77,8 @@ def _limits(plan: Plan) -> Iterator[str]:
 
 def _neighbours(request: PlanRequest, plan: Plan, c: Constants) -> Iterator[str]:
     """What each neighbouring layout would cost."""
-    for name, case in _neighbour_scenarios(request, plan.scenario):
-        other = price(case, c)
+    for name, scenario in _neighbour_scenarios(request, plan.scenario):
+        other = price(scenario, c)
         if not other.fits:
             over = other.memory.total / GIB - other.scenario.cluster.memory / GIB
             yield f"{name} would need {over:.1f} GiB more than a device has."
@@ -97,38 +87,30 @@ def _neighbours(request: PlanRequest, plan: Plan, c: Constants) -> Iterator[str]
         elif other.seconds > plan.seconds:
             added = {key: other.times.get(key, 0.0) - plan.times.get(key, 0.0) for key in {**plan.times, **other.times}}
             most = max(added, key=lambda key: added[key])
-            why = _cause(most, other.layout) if most in CAUSES else OTHER_CAUSES.get(most, most)
+            why = _cause(most, other.layout) if most in CAUSES else {"products": "less efficient GEMMs"}.get(most, most)
             yield f"{name} would be {other.seconds / plan.seconds - 1:.0%} slower: more of {why}."
 
 
 def _neighbour_scenarios(request: PlanRequest, scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
     layout = scenario.layout
-    facts = LayoutConstraints(seq_len=request.seq_len, model=RuleFacts(request.shape))
-    trials: list[dict[str, int | str]] = []
-    if layout.dp % 2 == 0:
-        trials.append({"tp": 2 * layout.tp, "dp": layout.dp // 2})
-        trials.append({"pp": 2 * layout.pp, "dp": layout.dp // 2})
-    if layout.tp % 2 == 0:
-        trials.append({"tp": layout.tp // 2, "dp": 2 * layout.dp})
-    if layout.pp % 2 == 0:
-        trials.append({"pp": layout.pp // 2, "dp": 2 * layout.dp})
-    if layout.dp % 2 == 0 and can_split_sequence(request, 2 * layout.cp):
-        trials.append({"cp": 2 * layout.cp, "dp": layout.dp // 2})
-    if layout.cp % 2 == 0:
-        trials.append({"cp": layout.cp // 2, "dp": 2 * layout.dp})
+    tp, pp, cp, dp = layout.tp, layout.pp, layout.cp, layout.dp
+    halves_dp: list[dict[str, int | str]] = [{"tp": 2 * tp, "dp": dp // 2}, {"pp": 2 * pp, "dp": dp // 2}]
+    trials = halves_dp if dp % 2 == 0 else []
+    trials += [{"tp": tp // 2, "dp": 2 * dp}] if tp % 2 == 0 else []
+    trials += [{"pp": pp // 2, "dp": 2 * dp}] if pp % 2 == 0 else []
+    trials += [{"cp": 2 * cp, "dp": dp // 2}] if dp % 2 == 0 and can_split_sequence(request, 2 * cp) else []
+    trials += [{"cp": cp // 2, "dp": 2 * dp}] if cp % 2 == 0 else []
     if scenario.shape.experts:
         trials += [{"ep": ep} for ep in (layout.ep // 2, 2 * layout.ep) if ep and not scenario.shape.experts % ep]
-    if layout.dp * layout.cp > 1:
+    if dp * cp > 1:
         trials += [{"zero": zero} for zero in (layout.zero - 1, layout.zero + 1) if 0 <= zero <= 3]
     policies = ("none", "ops", "full") if scenario.has_counted_layers else ("none", "full")
     trials += [{"recompute": kind} for kind in policies if kind != layout.recompute]
     for keys in trials:
-        made = _neighbour(layout, keys)
-        if made is not None and not find_violations(made, facts):
-            yield (
-                ",".join(f"{key}={value}" for key, value in keys.items() if key != "dp"),
-                replace(scenario, layout=made),
-            )
+        other = _neighbour(layout, keys)
+        if other is not None and not request.violations(other):
+            changed = ",".join(f"{key}={value}" for key, value in keys.items() if key != "dp")
+            yield changed, replace(scenario, layout=other)
 
 
 def _neighbour(layout: Layout, keys: dict[str, int | str]) -> Layout | None:
@@ -136,13 +118,10 @@ def _neighbour(layout: Layout, keys: dict[str, int | str]) -> Layout | None:
     given = {**layout.explicit, **keys}
     if given.get("cp_kind") == "ring-ulysses" and given["cp"] == given["ulysses"]:
         given["cp_kind"] = "ulysses"
-    if given.get("cp", 1) == 1:
-        given = {key: value for key, value in given.items() if key not in ("cp_kind", "ulysses")}
-    if given.get("pp", 1) == 1:
-        given = {key: value for key, value in given.items() if key not in ("schedule", "vpp")}
-    given.pop("shard", None)
-    batch = layout.batch
-    per_rank, rest = divmod(batch, int(given["dp"]))
+    without_cp, without_pp = given.get("cp", 1) == 1, given.get("pp", 1) == 1
+    dropped = ("shard", *(("cp_kind", "ulysses") if without_cp else ()), *(("schedule", "vpp") if without_pp else ()))
+    given = {key: value for key, value in given.items() if key not in dropped}
+    per_rank, rest = divmod(layout.batch, int(given["dp"]))
     if rest or per_rank % layout.microbatch:
         return None
     try:
@@ -157,9 +136,10 @@ def _upgrades(request: PlanRequest, plan: Plan, c: Constants) -> Iterator[str]:
     # The same microbatch: a quick search is accurate enough.
     like: dict[str, int | str] = {"microbatch": plan.layout.microbatch} if plan.layout.pp > 1 else {}
     request = replace(request, fixed={**like, **request.fixed})
+    larger = cluster.with_devices(lambda device: replace(device, memory=int(1.5 * device.memory)))
     faster = replace(cluster, inter_node=replace(cluster.inter_node, bandwidth=2 * cluster.inter_node.bandwidth))
     trials = [
-        ("half more memory on every device", replace(request, cluster=_scale_memory(cluster, 1.5))),
+        ("half more memory on every device", replace(request, cluster=larger)),
         ("links of twice the speed between nodes", replace(request, cluster=faster)),
     ]
     if request.seq_len % 2 == 0:
@@ -171,22 +151,10 @@ def _upgrades(request: PlanRequest, plan: Plan, c: Constants) -> Iterator[str]:
     for name, other in trials:
         if cluster.devices <= cluster.per_node and "links" in name:
             continue
-        found = search_plans(other, top=1, c=c)
-        if found and found[0].seconds < 0.98 * plan.seconds:
-            gain = plan.seconds / found[0].seconds - 1
-            yield f"With {name} the best layout would be {gain:.0%} faster: {found[0].layout}."
-
-
-def _scale_memory(cluster: Cluster, times: float) -> Cluster:
-    parts = tuple(
-        NodeGroup(
-            device=replace(part.device, memory=int(times * part.device.memory)),
-            nodes=part.nodes,
-            per_node=part.per_node,
-        )
-        for part in cluster.node_groups
-    )
-    return replace(cluster, node_groups=parts)
+        for best in search_plans(other, top=1, c=c):
+            if best.seconds < 0.98 * plan.seconds:
+                gain = plan.seconds / best.seconds - 1
+                yield f"With {name} the best layout would be {gain:.0%} faster: {best.layout}."
 
 
 def training_cost(plan: Plan, tokens: float) -> str:
@@ -194,10 +162,8 @@ def training_cost(plan: Plan, tokens: float) -> str:
     days = tokens / plan.tokens_per_s / 86400
     device, devices = plan.scenario.cluster.device, plan.layout.world
     dollars, megawatt_hours = days * 24 * devices * device.price, days * 24 * devices * device.watts / 1e6
-    return (
-        f"{tokens:.3g} tokens take {days:.3g} days on {devices} devices: about {dollars:,.0f} US dollars and "
-        f"{megawatt_hours:,.3g} MWh."
-    )
+    cost = f"about {dollars:,.0f} US dollars and {megawatt_hours:,.3g} MWh"
+    return f"{tokens:.3g} tokens take {days:.3g} days on {devices} devices: {cost}."
 
 
 def explain_infeasible(plan: Plan, c: Constants = FITTED_CONSTANTS) -> list[str]:
@@ -205,36 +171,30 @@ def explain_infeasible(plan: Plan, c: Constants = FITTED_CONSTANTS) -> list[str]
     parts = sorted(plan.memory.parts.items(), key=lambda item: -item[1])
     terms = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in parts[:3])
     have = plan.scenario.cluster.memory / GIB
-    found = [
+    return [
         f"Nothing fits. The least that a device would need is {plan.memory.total / GIB:.1f} GiB, and it has {have:.0f} "
         f"GiB ({plan.layout}).",
         f"The largest terms: {terms}.",
+        *_remedies(plan, c),
     ]
-    return [*found, *_remedies(plan, c)]
 
 
 def _remedies(plan: Plan, c: Constants) -> Iterator[str]:
     """Changes that would fit."""
-    case, devices = plan.scenario, plan.scenario.cluster.devices
-    seq_len = case.seq_len
+    scenario, cluster = plan.scenario, plan.scenario.cluster
+    seq_len = scenario.seq_len
     while seq_len > 256:
         seq_len //= 2
-        if price(replace(case, seq_len=seq_len), c).fits:
+        if price(replace(scenario, seq_len=seq_len), c).fits:
             yield f"Sequences of {seq_len:,} would fit."
             break
-    offloaded = replace(case, layout=with_layout_keys(case, offload="optimizer").layout)
-    if case.layout.offload == "none" and price(offloaded, c).fits:
-        seconds = price(offloaded, c).seconds
-        yield f"With optimizer states on the host it would fit, at {seconds:.3g} s a step: {offloaded.layout}."
+    if plan.layout.offload == "none":
+        other = price(with_layout_keys(scenario, offload="optimizer"), c)
+        if other.fits:
+            yield f"With optimizer states on the host it would fit, at {other.seconds:.3g} s a step: {other.layout}."
     for more in (2, 4, 8, 16, 32):
-        grown = replace(
-            case,
-            cluster=replace(
-                case.cluster,
-                node_groups=tuple(replace(part, nodes=more * part.nodes) for part in case.cluster.node_groups),
-            ),
-            layout=with_layout_keys(case, dp=more * case.layout.dp, zero=3).layout,
-        )
-        if price(grown, c).fits:
-            yield f"{more * devices} devices would do, with {grown.layout}."
+        groups = tuple(replace(group, nodes=more * group.nodes) for group in cluster.node_groups)
+        grown = with_layout_keys(scenario, dp=more * plan.layout.dp, zero=3)
+        if price(replace(grown, cluster=replace(cluster, node_groups=groups)), c).fits:
+            yield f"{more * cluster.devices} devices would do, with {grown.layout}."
             return

@@ -49,17 +49,11 @@ class ShardedCount:
         return self.sp / sp_degree + (self.tp + expert_load * (etp * self.routed + self.expert)) / tp
 
     def __add__(self, other: ShardedCount) -> ShardedCount:
-        return ShardedCount(
-            sp=self.sp + other.sp,
-            tp=self.tp + other.tp,
-            routed=self.routed + other.routed,
-            expert=self.expert + other.expert,
-        )
+        sp, tp, routed, expert = other.sp, other.tp, other.routed, other.expert
+        return ShardedCount(sp=self.sp + sp, tp=self.tp + tp, routed=self.routed + routed, expert=self.expert + expert)
 
-    def __rmul__(self, times: float) -> ShardedCount:
-        return ShardedCount(
-            sp=times * self.sp, tp=times * self.tp, routed=times * self.routed, expert=times * self.expert
-        )
+    def __rmul__(self, x: float) -> ShardedCount:
+        return ShardedCount(sp=x * self.sp, tp=x * self.tp, routed=x * self.routed, expert=x * self.expert)
 
 
 ZERO = ShardedCount()

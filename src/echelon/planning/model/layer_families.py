@@ -76,19 +76,39 @@ class LayerFamily:
     """on top, with torch's operators: of the hidden size"""
 
 
-# -- Llama ------------------------------------------------------------------------------------------------------------
+def _residual(*, forward: int, backward: int) -> Callable[[int, bool], LayerCounts]:
+    """Norms and additions, which move these elements per element of width."""
+
+    def count(width: int, dropout: bool) -> LayerCounts:
+        # Three masks of one byte, half an element, per token. Those of what both blocks add to the stream are saved;
+        # masks of probabilities are counted with the scores.
+        masks = ShardedCount(sp=1.5 * width if dropout else 0)
+        return LayerCounts(
+            saved=ShardedCount(sp=2 * width),
+            saved_bytes=ShardedCount(sp=2 * width if dropout else 0),
+            forward=ShardedCount(sp=forward * width) + 2 * masks,
+            backward=ShardedCount(sp=backward * width) + 2 * masks,
+        )
+
+    return count
 
 
-def _llama_residual(width: int, dropout: bool) -> LayerCounts:
-    masks = _dropout_traffic(width, dropout)
-    return LayerCounts(
-        saved=ShardedCount(sp=2 * width),
-        saved_bytes=_dropout_mask_bytes(width, dropout),
-        # The first norm reads the stream and writes; the second also adds to the stream, as the layer's end does.
-        forward=ShardedCount(sp=9 * width) + 2 * masks,
-        # Norms read two gradients and the stream, and write.
-        backward=ShardedCount(sp=8 * width) + 2 * masks,
-    )
+def _mlp(*, up: int, forward: int, backward: int, recompute: int) -> Callable[[int, int], LayerCounts]:
+    """`up` are the activation's inputs, the others what it moves, in elements per element of the hidden size."""
+
+    def count(width: int, ffn: int) -> LayerCounts:
+        return LayerCounts(
+            saved=ShardedCount(tp=up * ffn),
+            tp_input=width,
+            recomputable=ShardedCount(sp=width, tp=ffn),
+            gemm_inputs=ShardedCount(sp=width, tp=ffn),
+            gemm_outputs=ShardedCount(sp=width, tp=up * ffn),
+            forward=ShardedCount(tp=forward * ffn),
+            backward=ShardedCount(tp=backward * ffn),
+            recompute=ShardedCount(sp=2 * width, tp=recompute * ffn),
+        )
+
+    return count
 
 
 def _fused_qkv_attention(width: int, attention: AttentionShape, _: MLAConfig | None) -> LayerCounts:
@@ -148,19 +168,6 @@ def _latent_attention(width: int, attention: AttentionShape, latent: MLAConfig |
     )
 
 
-def _swiglu(width: int, ffn: int) -> LayerCounts:
-    return LayerCounts(
-        saved=ShardedCount(tp=2 * ffn),
-        tp_input=width,
-        recomputable=ShardedCount(sp=width, tp=ffn),
-        gemm_inputs=ShardedCount(sp=width, tp=ffn),
-        gemm_outputs=ShardedCount(sp=width, tp=2 * ffn),
-        forward=ShardedCount(tp=3 * ffn),
-        backward=ShardedCount(tp=5 * ffn),
-        recompute=ShardedCount(sp=2 * width, tp=ffn),
-    )
-
-
 def _unfused_llama(width: int, attention: AttentionShape, latent: MLAConfig | None) -> LayerCounts:
     saved = ShardedCount(sp=2 * width)
     if latent is not None:
@@ -174,90 +181,42 @@ def _unfused_qk_norm(width: int, attention: AttentionShape, latent: MLAConfig | 
     return _unfused_llama(width, attention, latent) + LayerCounts(saved=normed, core_saved=normed)
 
 
-def _unfused_swiglu(ffn: int) -> LayerCounts:
-    return LayerCounts(recomputable=ShardedCount(tp=ffn))
-
-
-# -- GPT: norms, activation and additions are torch's own; q, k and v have a GEMM each, with biases -------------------
-
-
-def _gpt_residual(width: int, dropout: bool) -> LayerCounts:
-    masks = _dropout_traffic(width, dropout)
-    return LayerCounts(
-        saved=ShardedCount(sp=2 * width),
-        saved_bytes=_dropout_mask_bytes(width, dropout),
-        forward=ShardedCount(sp=10 * width) + 2 * masks,
-        # Norms, additions where the stream forks and of the gradients from q, k and v, and sums for the biases.
-        backward=ShardedCount(sp=20 * width) + 2 * masks,
-    )
-
-
 def _gpt_attention(width: int, attention: AttentionShape, _: MLAConfig | None) -> LayerCounts:
+    """Queries, keys and values have a GEMM each, with biases."""
     q, k, v, out = _qkv_elements(attention)
-    return LayerCounts(
-        saved=ShardedCount(tp=q + k + v + out),
-        tp_input=width,
-        recomputable=ShardedCount(sp=width),
+    return replace(
+        _fused_qkv_attention(width, attention, None),
         gemm_inputs=ShardedCount(sp=3 * width, tp=out),
-        gemm_outputs=ShardedCount(sp=width, tp=q + k + v),
+        forward=ShardedCount(),
         backward=ShardedCount(tp=q + k + v),
-        recompute=ShardedCount(sp=2 * width),
     )
-
-
-def _gelu(width: int, ffn: int) -> LayerCounts:
-    return LayerCounts(
-        saved=ShardedCount(tp=ffn),
-        tp_input=width,
-        recomputable=ShardedCount(sp=width, tp=ffn),
-        gemm_inputs=ShardedCount(sp=width, tp=ffn),
-        gemm_outputs=ShardedCount(sp=width, tp=ffn),
-        forward=ShardedCount(tp=2 * ffn),
-        backward=ShardedCount(tp=4 * ffn),
-        recompute=ShardedCount(sp=2 * width, tp=2 * ffn),
-    )
-
-
-def _dropout_traffic(width: int, dropout: bool) -> ShardedCount:
-    """Three masks of one byte, half an element, per token."""
-    return ShardedCount(sp=1.5 * width if dropout else 0)
-
-
-def _dropout_mask_bytes(width: int, dropout: bool) -> ShardedCount:
-    """Masks of what both blocks add to the stream; masks of probabilities are counted with the scores."""
-    return ShardedCount(sp=2 * width if dropout else 0)
 
 
 def _qkv_elements(attention: AttentionShape) -> tuple[int, int, int, int]:
     """Elements per token of queries, keys, values and attention's output."""
-    heads, kv_heads = attention.heads, attention.kv_heads
-    return (
-        heads * attention.head_dim,
-        kv_heads * attention.head_dim,
-        kv_heads * attention.value_dim,
-        heads * attention.value_dim,
-    )
+    heads, kv_heads, head_dim, value_dim = attention.heads, attention.kv_heads, attention.head_dim, attention.value_dim
+    return heads * head_dim, kv_heads * head_dim, kv_heads * value_dim, heads * value_dim
 
 
 GPT = LayerFamily(
-    residual=_gpt_residual,
+    # Backward: norms, additions where the stream forks and of the gradients from q, k and v, and sums for the biases.
+    residual=_residual(forward=10, backward=20),
     attention=_gpt_attention,
-    feed_forward=_gelu,
+    feed_forward=_mlp(up=1, forward=2, backward=4, recompute=2),
     unfused_attention=lambda width, attention, latent: LayerCounts(),
     unfused_feed_forward=lambda ffn: LayerCounts(),
 )
 LLAMA = LayerFamily(
-    residual=_llama_residual,
+    # The first norm reads the stream and writes; the second also adds to the stream, as the layer's end does. In
+    # backward norms read two gradients and the stream, and write.
+    residual=_residual(forward=9, backward=8),
     attention=_fused_qkv_attention,
-    feed_forward=_swiglu,
+    feed_forward=_mlp(up=2, forward=3, backward=5, recompute=1),
     unfused_attention=_unfused_llama,
-    unfused_feed_forward=_unfused_swiglu,
+    unfused_feed_forward=lambda ffn: LayerCounts(recomputable=ShardedCount(tp=ffn)),
 )
 LLAMA_QK_NORM = replace(LLAMA, attention=_qk_norm_attention, unfused_attention=_unfused_qk_norm)
 LLAMA_MLA = replace(LLAMA, attention=_latent_attention)
-
-
-# -- MoE layers -------------------------------------------------------------------------------------------------------
 
 
 def moe_feed_forward(

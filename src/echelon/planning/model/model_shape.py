@@ -33,7 +33,7 @@ class MatmulShape:
     split: str
     """`columns`, `rows`, or empty where tensor parallelism replicates it"""
     experts: int = 0
-    """number of such matrices, one per expert; 0: not an expert's"""
+    """number of such matrices; 0: not an expert's"""
     fused_outputs: tuple[int, ...] = ()
     """outputs of each fused parameter: q, k and v; gate and up. Empty: one parameter"""
     token_share: float = 1.0
@@ -58,7 +58,6 @@ class AttentionShape:
     head_dim: int
     """of queries and keys"""
     value_dim: int
-    """of values"""
     latent_width: int = 0
     """elements of a token's MLA latents; 0: q, k and v are projected from the hidden state"""
     causal: bool = True
@@ -132,6 +131,20 @@ class LayerShape:
         return attention + self.other_flops + sum(gemm.flops for gemm in self.matmuls)
 
 
+@dataclass(frozen=True)
+class ShapeDimensions:
+    """The dimensions of a shape that the layout's rules check: layout/rules.py."""
+
+    name: str
+    layers: int
+    heads: int
+    kv_heads: int
+    width: int
+    vocab: int
+    tied: bool
+    ffn: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """A model: an embedding, layers in order, a head."""
@@ -158,10 +171,7 @@ class ModelShape:
     """also on attention's probabilities, which our models then materialise"""
 
     def iter_layers(self) -> Iterator[LayerShape]:
-        """Every layer."""
-        for layer, count in self.layers:
-            for _ in range(count):
-                yield layer
+        return (layer for layer, count in self.layers for _ in range(count))
 
     @cached_property
     def num_layers(self) -> int:
@@ -169,7 +179,6 @@ class ModelShape:
 
     @cached_property
     def num_moe_layers(self) -> int:
-        """Number of MoE layers."""
         return sum(n for layer, n in self.layers if layer.is_moe)
 
     @cached_property
@@ -181,6 +190,11 @@ class ModelShape:
     def is_native(self) -> bool:
         """Whether it is one of our models, with counted layers."""
         return all(layer.fused is not None for layer, _ in self.layers)
+
+    @cached_property
+    def dimensions(self) -> ShapeDimensions:
+        heads, kv_heads = (self.attention.heads, self.attention.kv_heads) if self.attention else (0, 0)
+        return ShapeDimensions(self.name, self.num_layers, heads, kv_heads, self.width, self.vocab, self.tied)
 
     @property
     def embedding_parameters(self) -> int:
@@ -210,47 +224,3 @@ class ModelShape:
     def train_flops(self, seq_len: int) -> float:
         """FLOPs per token that MFU counts."""
         return 3.0 * self.flops(seq_len)
-
-
-@dataclass(frozen=True)
-class RuleFacts:
-    """The sizes of a shape that the layout's rules check."""
-
-    shape: ModelShape
-
-    @property
-    def name(self) -> str:
-        return self.shape.name
-
-    @property
-    def layers(self) -> int:
-        return self.shape.num_layers
-
-    @property
-    def heads(self) -> int:
-        return self._attention[0]
-
-    @property
-    def kv_heads(self) -> int:
-        return self._attention[1]
-
-    @property
-    def width(self) -> int:
-        return self.shape.width
-
-    @property
-    def ffn(self) -> int:
-        return 0
-
-    @property
-    def vocab(self) -> int:
-        return self.shape.vocab
-
-    @property
-    def tied(self) -> bool:
-        return self.shape.tied
-
-    @property
-    def _attention(self) -> tuple[int, int]:
-        found = self.shape.attention
-        return (found.heads, found.kv_heads) if found else (0, 0)

@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from echelon.layout.validation_error import ValidationError, ValidationIssue, did_you_mean
+from echelon.layout.validation_error import ValidationError, did_you_mean
 from echelon.models import user_model
 from echelon.models.hf.hf_config_reader import read_hf_spec
 from echelon.models.model_config import SIZES, ModelConfig, find_model
@@ -18,7 +18,6 @@ from echelon.planning.model.transformer_shape import transformer_shape
 
 
 def model_names() -> list[str]:
-    """Named sizes that can be planned."""
     return [name for name, config in SIZES.items() if config.family != "conv"]
 
 
@@ -34,19 +33,15 @@ def resolve_shape(model: str) -> ModelShape:
     if ":" in model:
         return _traced_shape(model)
     legal = f"{', '.join(model_names())}, a Hugging Face config.json, or module.py:factory"
-    rule = "is an unknown model size"
-    raise ValidationError(
-        [ValidationIssue(key="model", value=model, message=rule, legal=legal, hint=did_you_mean(model, model_names()))]
-    )
+    hint = did_you_mean(model, model_names())
+    raise ValidationError.single("model", model, "is an unknown model size", legal=legal, hint=hint)
 
 
 def config_shape(config: ModelConfig) -> ModelShape:
     """The shape of a model that we build."""
     if config.family == "conv":
         rule = "is a convolutional network; planning requires a transformer"
-        raise ValidationError(
-            [ValidationIssue(key="model", value=config.name, message=rule, legal=", ".join(model_names()))]
-        )
+        raise ValidationError.single("model", config.name, rule, legal=", ".join(model_names()))
     return transformer_shape(config.spec, _layer_family(config))
 
 
@@ -61,11 +56,10 @@ def _layer_family(config: ModelConfig) -> LayerFamily:
 def _traced_shape(spec: str) -> ModelShape:
     batches = spec.rpartition(":")[0] + ":batch"
     legal = "a function batch(rows, step) in the file of the model"
-    faults = list(user_model.validate_spec(spec)) or [
-        replace(fault, legal=legal) for fault in user_model.validate_spec(batches)
-    ]
-    if faults:
-        raise ValidationError(faults)
+    issues = list(user_model.validate_spec(spec))
+    issues = issues or [replace(issue, legal=legal) for issue in user_model.validate_spec(batches)]
+    if issues:
+        raise ValidationError(issues)
     from echelon.planning.model.trace_module import trace_module  # imports torch
 
     return trace_module(spec)

@@ -15,8 +15,9 @@ save, and compute nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -39,8 +40,6 @@ ELEMENT_BYTES = 2
 
 @dataclass(frozen=True)
 class WeightUse:
-    """A weight matrix of a GEMM."""
-
     weight: str
     offset: int
     """storage offset: several matrices may share a parameter"""
@@ -109,10 +108,10 @@ class OpCounter(torch_dispatch_mode()):  # type: ignore[misc]
         self.splits = splits
         self._weights = {_storage_key(weight): name for name, weight in weights.items()}
         # Norms may be in float32; the dtype of most elements is that of the GEMMs.
-        sizes: dict[int, int] = {}
+        sizes: Counter[int] = Counter()
         for weight in weights.values():
-            sizes[weight.element_size()] = sizes.get(weight.element_size(), 0) + weight.numel()
-        self._width = max(sizes, key=lambda size: sizes[size], default=4)
+            sizes[weight.element_size()] += weight.numel()
+        self._element_bytes = max(sizes, key=lambda size: sizes[size], default=4)
         self._section = ""
         self._section_of: dict[int, str] = {}
         self._tp_split: set[int] = set()
@@ -132,14 +131,9 @@ class OpCounter(torch_dispatch_mode()):  # type: ignore[misc]
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack_saved, _no_backward))
-            stack.enter_context(_KernelStubs(self))
-            stack.enter_context(self)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack_saved, _no_backward)
+        with torch.enable_grad(), hooks, _KernelStubs(self), self:
             yield
-
-    # -- operators ----------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -163,16 +157,10 @@ class OpCounter(torch_dispatch_mode()):  # type: ignore[misc]
             name = self._weights[_storage_key(args[0])]
             self.section_counts.lookup_rows[name] = max(self.section_counts.lookup_rows.get(name, 0), args[1].numel())
         moved = operator not in MATMUL_OPERANDS and operator is not aten.convolution
-        self._record_outputs(given, made, split, moved=moved, in_place=operator.__name__.endswith("_"))
+        self.record_outputs(given, made, split, moved=moved, in_place=operator.__name__.endswith("_"))
 
-    def _record_outputs(
-        self,
-        given: list[Tensor],
-        made: list[Tensor],
-        split: str = UNSPLIT,
-        *,
-        moved: bool = True,
-        in_place: bool = False,
+    def record_outputs(
+        self, given: list[Tensor], made: list[Tensor], split: str = UNSPLIT, *, moved: bool, in_place: bool = False
     ) -> None:
         """Record the outputs of an operator: their section, whether tp splits them, and memory traffic."""
         before = {_storage_key(tensor) for tensor in given}
@@ -201,29 +189,22 @@ class OpCounter(torch_dispatch_mode()):  # type: ignore[misc]
             self.section_counts.weightless_matmuls.append(WeightlessMatmul(count, m, k, n))
             return UNSPLIT
         # One matrix broadcast over a batch is not several experts.
-        is_stacked = (
-            weight.untyped_storage().nbytes() // weight.element_size() >= weight.numel() and weight.stride(0) != 0
-        )
-        return self._record_weight(
-            weight, inputs, outputs, rows, experts=count if weight.dim() == 3 and count > 1 and is_stacked else 0
-        )
+        stored = weight.untyped_storage().nbytes() // weight.element_size()
+        is_stacked = weight.dim() == 3 and count > 1 and stored >= weight.numel() and weight.stride(0) != 0
+        return self._record_weight(weight, inputs, outputs, rows, experts=count if is_stacked else 0)
 
     def _record_convolution(self, x: Tensor, weight: Tensor, out: Tensor, *, transposed: bool) -> str:
         if _storage_key(weight) not in self._weights:
             return UNSPLIT
-        across = x if transposed else out
-        rows = across.numel() // across.shape[1]
-        if transposed:
-            return self._record_weight(weight, weight.shape[0], prod(weight.shape[1:]), rows)
-        return self._record_weight(weight, prod(weight.shape[1:]), weight.shape[0], rows)
+        pixels, first, others = x if transposed else out, weight.shape[0], prod(weight.shape[1:])
+        inputs, outputs = (first, others) if transposed else (others, first)
+        return self._record_weight(weight, inputs, outputs, pixels.numel() // pixels.shape[1])
 
     def _record_weight(self, weight: Tensor, inputs: int, outputs: int, rows: int, experts: int = 0) -> str:
         name = self._weights[_storage_key(weight)]
         used = WeightUse(name, int(weight.storage_offset()), inputs, outputs, experts)
         self.section_counts.matmul_rows[used] = self.section_counts.matmul_rows.get(used, 0) + rows
         return self.splits.get(name, UNSPLIT)
-
-    # -- saved tensors ------------------------------------------------------------------------------------------------
 
     def _pack_saved(self, tensor: Tensor) -> None:
         """Count a saved tensor. Returning it would create a reference cycle with the graph; there is no backward."""
@@ -240,13 +221,12 @@ class OpCounter(torch_dispatch_mode()):  # type: ignore[misc]
             self.section_counts.saved_elements += amount
 
     def _elements(self, tensor: Tensor, count: int) -> float:
-        return count * tensor.element_size() / (self._width if tensor.dtype.is_floating_point else ELEMENT_BYTES)
+        element_bytes = self._element_bytes if tensor.dtype.is_floating_point else ELEMENT_BYTES
+        return count * tensor.element_size() / element_bytes
 
     def _hold_storage(self, tensor: Tensor) -> Tensor:
         self._alive.append(tensor.untyped_storage())
         return tensor
-
-    # -- stubs of fused kernels -------------------------------------------------------------------------------------
 
     def attention(
         self,
@@ -259,17 +239,16 @@ class OpCounter(torch_dispatch_mode()):  # type: ignore[misc]
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        self.section_counts.attention_calls.append(
-            AttentionCall(
-                count=prod(query.shape[:-2]),
-                kv_count=prod(key.shape[:-2]),
-                queries=query.shape[-2],
-                keys=key.shape[-2],
-                head_dim=query.shape[-1],
-                value_dim=value.shape[-1],
-                causal=is_causal,
-            )
+        call = AttentionCall(
+            count=prod(query.shape[:-2]),
+            kv_count=prod(key.shape[:-2]),
+            queries=query.shape[-2],
+            keys=key.shape[-2],
+            head_dim=query.shape[-1],
+            value_dim=value.shape[-1],
+            causal=is_causal,
         )
+        self.section_counts.attention_calls.append(call)
         out: Tensor = _AttentionStub.apply(self, query, key, value, attn_mask)
         return out
 
@@ -279,13 +258,8 @@ class OpCounter(torch_dispatch_mode()):  # type: ignore[misc]
         out: Tensor = _RMSNormStub.apply(self, input, weight)
         return out
 
-    def record_kernel(self, given: list[Tensor], made: list[Tensor], *, moved: bool) -> None:
-        """Record the outputs of a stub before it saves them."""
-        self._record_outputs(given, made, moved=moved)
-
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count operators of the stubs."""
         self._paused = True
         try:
             yield
@@ -301,7 +275,7 @@ class _AttentionStub(torch.autograd.Function):
             first, last = q.shape[:-2], (q.shape[-2], v.shape[-1])
             out = q.new_empty((*first[:-1], last[0], *first[-1:], last[1])).transpose(-2, -3)
             sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
-        counter.record_kernel([q, k, v], [out, sums], moved=False)
+        counter.record_outputs([q, k, v], [out, sums], moved=False)
         ctx.save_for_backward(q, k, v, out, sums, mask)
         return out
 
@@ -311,7 +285,7 @@ class _RMSNormStub(torch.autograd.Function):
     def forward(ctx: Any, counter: OpCounter, x: Tensor, weight: Tensor | None) -> Tensor:
         with counter.paused():
             out, roots = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
-        counter.record_kernel([x], [out, roots], moved=True)
+        counter.record_outputs([x], [out, roots], moved=True)
         ctx.save_for_backward(x, weight, roots)
         return out
 
@@ -321,11 +295,8 @@ class _KernelStubs(TorchFunctionMode):
 
     def __init__(self, counter: OpCounter) -> None:
         super().__init__()
-        self._kernels = {
-            F.scaled_dot_product_attention: counter.attention,
-            F.rms_norm: counter.rms_norm,
-            torch.rms_norm: counter.rms_norm,
-        }
+        self._kernels: dict[Any, Any] = dict.fromkeys((F.rms_norm, torch.rms_norm), counter.rms_norm)
+        self._kernels[F.scaled_dot_product_attention] = counter.attention
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._kernels.get(func, func)(*args, **(kwargs or {}))

@@ -23,7 +23,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from echelon.layout.validation_error import ValidationError, ValidationIssue
+from echelon.layout.validation_error import ValidationError
 from echelon.models import user_model
 from echelon.models.pipeline_model import get_pipeline_model, is_within
 from echelon.models.tp_splits import get_tp_split
@@ -51,13 +51,14 @@ def trace_module(model: str | nn.Module, inputs: Mapping[str, Tensor] | None = N
         model, inputs = _load_model(model)
     name = name or type(model).__name__
     if inputs is None:
-        rule, hint = "is traced without inputs", "give `inputs`, the keyword arguments of its forward"
-        raise ValidationError([ValidationIssue(key="model", value=name, message=rule, hint=hint)])
+        hint = "give `inputs`, the keyword arguments of its forward"
+        raise ValidationError.single("model", name, "is traced without inputs", hint=hint)
     if not isinstance(inputs, Mapping):
         rule = f"has a batch that is not keyword arguments ({type(inputs).__name__})"
         hint = "let batch(rows, step) return a dictionary of the forward's arguments"
-        raise ValidationError([ValidationIssue(key="model", value=name, message=rule, hint=hint)])
-    module, given = meta_copy(model), {key: _to_meta(value) for key, value in inputs.items()}
+        raise ValidationError.single("model", name, rule, hint=hint)
+    module = meta_copy(model)
+    given = {key: value.to("meta") if hasattr(value, "to") else value for key, value in inputs.items()}
     sections = _find_sections(module)
     weights = dict(module.named_parameters())
     counter = _make_counter(module, weights)
@@ -66,14 +67,13 @@ def trace_module(model: str | nn.Module, inputs: Mapping[str, Tensor] | None = N
     except Exception as error:
         rule = f"cannot be run on the meta device ({_first_line(error)})"
         hint = "tracing runs the forward pass without values: shapes must not depend on values"
-        raise ValidationError([ValidationIssue(key="model", value=name, message=rule, hint=hint)]) from error
+        raise ValidationError.single("model", name, rule, hint=hint) from error
     tokens, seq_len = _count_tokens(inputs)
-    owners = _param_sections(module, weights, sections)
     counts = ModuleCounts(
         sections=sections,
         by_section=counter.sections,
         weights={key: tuple(weight.shape) for key, weight in weights.items()},
-        owners=owners,
+        owners=_param_sections(module, weights, sections),
         splits=counter.splits,
         tokens=tokens,
         seq_len=seq_len,
@@ -95,8 +95,7 @@ def _load_model(spec: str) -> tuple[nn.Module, Mapping[str, Tensor]]:
         except (NotImplementedError, RuntimeError):  # its constructor reads values of tensors
             return factory(), inputs
     except Exception as error:
-        rule = f"cannot be built ({_first_line(error)})"
-        raise ValidationError([ValidationIssue(key="model", value=spec, message=rule)]) from error
+        raise ValidationError.single("model", spec, f"cannot be built ({_first_line(error)})") from error
 
 
 def _first_line(error: Exception) -> str:
@@ -110,16 +109,12 @@ def meta_copy(model: nn.Module) -> nn.Module:
 
     memo: dict[int, Any] = {}
     for module in model.modules():
-        held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        for tensor in (*held, *(value for value in vars(module).values() if isinstance(value, Tensor))):
+        registered = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        for tensor in (*registered, *(value for value in vars(module).values() if isinstance(value, Tensor))):
             empty = torch.empty_like(tensor, device="meta", requires_grad=False)
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
     return copy.deepcopy(model, memo).train()
-
-
-def _to_meta(value: Any) -> Any:
-    return value.to("meta") if hasattr(value, "to") else value
 
 
 def _count_tokens(inputs: Mapping[str, Any]) -> tuple[int, int]:
@@ -129,8 +124,8 @@ def _count_tokens(inputs: Mapping[str, Any]) -> tuple[int, int]:
     tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor) and value.dim()]
     integers = [t for t in tensors if t.dim() == 2 and not t.dtype.is_floating_point and t.dtype != torch.bool]
     vectors = [t for t in tensors[:1] if t.dim() == 3 and t.dtype.is_floating_point]
-    if found := (integers or vectors):
-        return found[0].shape[0] * found[0].shape[1], found[0].shape[1]
+    for tensor in (*integers, *vectors):
+        return tensor.shape[0] * tensor.shape[1], tensor.shape[1]
     return (tensors[0].shape[0] if tensors else 1), 1
 
 
@@ -138,33 +133,20 @@ def _supports_cp(module: nn.Module) -> bool:
     """Whether the module has a `CoreAttention` and takes `positions`, as context parallelism requires."""
     from echelon.models.attention import CoreAttention
 
-    takes = inspect.signature(module.forward).parameters.values()
-    given = any(p.name == "positions" or p.kind is p.VAR_KEYWORD for p in takes)
-    return given and any(isinstance(found, CoreAttention) for found in module.modules())
-
-
-# -- sections ---------------------------------------------------------------------------------------------------------
+    parameters = inspect.signature(module.forward).parameters.values()
+    takes_positions = any(p.name == "positions" or p.kind is p.VAR_KEYWORD for p in parameters)
+    return takes_positions and any(isinstance(child, CoreAttention) for child in module.modules())
 
 
 def _find_sections(module: nn.Module) -> list[Section]:
     if hasattr(module, "pipeline_model"):
-        layers = get_pipeline_model(module).layers
-        return [
-            Section(name=layer.name, class_name=_class_name(module, layer.modules) or layer.name, modules=layer.modules)
-            for layer in layers
-        ]
-    found = _longest_module_list(module)
-    if not found:
-        return [Section(name="", class_name=type(module).__name__, modules=("",), always_layer=True)]
-    items = [
-        Section(name=name, class_name=_class_name(module, (name,)), modules=(name,), always_layer=True)
-        for name in found
-    ]
-    return [
-        Section(name=BEFORE, class_name="before", modules=()),
-        *items,
-        Section(name=AFTER, class_name="after", modules=()),
-    ]
+        layers = [(layer.name, layer.modules) for layer in get_pipeline_model(module).layers]
+        return [Section(name, _class_name(module, modules) or name, modules) for name, modules in layers]
+    names = _longest_module_list(module)
+    if not names:
+        return [Section("", type(module).__name__, ("",), always_layer=True)]
+    items = [Section(name, _class_name(module, (name,)), (name,), always_layer=True) for name in names]
+    return [Section(BEFORE, "before", ()), *items, Section(AFTER, "after", ())]
 
 
 def _class_name(module: nn.Module, names: tuple[str, ...]) -> str:
@@ -177,24 +159,24 @@ def _longest_module_list(module: nn.Module) -> list[str]:
     from torch import nn
 
     lists: dict[str, list[str]] = {}
-    for name, found in module.named_modules():
-        if any(is_within(name, outer) for outer in lists) or not isinstance(found, nn.ModuleList | nn.Sequential):
+    for name, items in module.named_modules():
+        if any(is_within(name, outer) for outer in lists) or not isinstance(items, nn.ModuleList | nn.Sequential):
             continue
-        one_class = len({type(item) for item in found}) == 1 and len(found) > 1
-        if one_class and any(True for _ in found.parameters()):
-            lists[name] = [f"{name}.{index}" if name else str(index) for index in range(len(found))]
+        one_class = len({type(item) for item in items}) == 1 and len(items) > 1
+        if one_class and any(True for _ in items.parameters()):
+            lists[name] = [f"{name}.{index}" if name else str(index) for index in range(len(items))]
     return max(lists.values(), key=len, default=[])
 
 
 def _param_sections(module: nn.Module, weights: Mapping[str, Tensor], sections: list[Section]) -> dict[str, str]:
     """The first section of each parameter. A tied parameter has its first name."""
     first = {id(weight): name for name, weight in weights.items()}
-    found: dict[str, str] = {}
+    owners: dict[str, str] = {}
     for section in sections:
         for name, weight in module.named_parameters(remove_duplicate=False):
             if any(not owner or is_within(name, owner) for owner in section.modules):
-                found.setdefault(first[id(weight)], section.name)
-    return found
+                owners.setdefault(first[id(weight)], section.name)
+    return owners
 
 
 def _run_sections(module: nn.Module, inputs: dict[str, Any], sections: list[Section], counter: OpCounter) -> int:
@@ -232,9 +214,9 @@ def _make_counter(module: nn.Module, weights: Mapping[str, Tensor]) -> OpCounter
     from echelon.planning.model.op_counter import OpCounter
 
     try:
-        words = match_roles(module, get_tp_split(module))
+        roles = match_roles(module, get_tp_split(module))
     except ValueError:  # a module without a table is not split
-        words = {}
+        roles = {}
     divided = {"column": COLUMN_PARALLEL, "row": ROW_PARALLEL}
-    splits = {name: divided.get(words.get(name.rpartition(".")[0], "").partition("/")[0], UNSPLIT) for name in weights}
+    splits = {name: divided.get(roles.get(name.rpartition(".")[0], "").partition("/")[0], UNSPLIT) for name in weights}
     return OpCounter(weights, splits)

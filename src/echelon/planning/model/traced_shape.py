@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from echelon.planning.model.op_counter import AttentionCall, SectionCounts, WeightlessMatmul, WeightUse
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Section:
     """A part of a module that may become a layer."""
 
@@ -33,7 +33,6 @@ class ModuleCounts:
 
     sections: Sequence[Section]
     by_section: Mapping[str, SectionCounts]
-    """by the name of the section"""
     weights: Mapping[str, tuple[int, ...]]
     """the shape of each parameter"""
     owners: Mapping[str, str]
@@ -48,7 +47,7 @@ class ModuleCounts:
     """context parallelism can split its sequences"""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class EmbeddingAndHead:
     """The token embedding and the head of a language model; empty without a head."""
 
@@ -72,7 +71,7 @@ def build_shape(name: str, counts: ModuleCounts) -> ModelShape:
     layers = [_layer(counts, section, rows, ends, spread) for section, rows in sections]
     expert_gemms = [gemm for layer in layers for gemm in layer.matmuls if gemm.experts]
     positions = [counts.weights[table] for table in ends.position_tables]
-    found = ModelShape(
+    shape = ModelShape(
         name=name,
         width=ends.width or counts.width,
         vocab=ends.vocab,
@@ -84,25 +83,22 @@ def build_shape(name: str, counts: ModuleCounts) -> ModelShape:
         top_k=round(max((gemm.token_share for gemm in expert_gemms), default=0)),
         supports_cp=counts.supports_cp,
     )
-    return replace(found, other_parameters=sum(map(prod, counts.weights.values())) - found.parameters)
+    return replace(shape, other_parameters=sum(map(prod, counts.weights.values())) - shape.parameters)
 
 
 def _find_embedding_and_head(counts: ModuleCounts) -> EmbeddingAndHead:
-    tables = {
-        name: rows for section_counts in counts.by_section.values() for name, rows in section_counts.lookup_rows.items()
-    }
-    used = [gemm for section_counts in counts.by_section.values() for gemm in section_counts.matmul_rows]
-    of_tokens = (name for name, rows in tables.items() if rows == counts.tokens)
-    for table in sorted(of_tokens, key=lambda name: prod(counts.weights[name]), reverse=True):
-        vocab, width = counts.weights[table]
+    shapes, sections = counts.weights, counts.by_section.values()
+    tables = {name: rows for section in sections for name, rows in section.lookup_rows.items()}
+    used = [gemm for section in sections for gemm in section.matmul_rows]
+    token_tables = (name for name, rows in tables.items() if rows == counts.tokens)
+    for table in sorted(token_tables, key=lambda name: prod(shapes[name]), reverse=True):
+        vocab, width = shapes[table]
         heads = [gemm for gemm in used if (gemm.inputs, gemm.outputs) == (width, vocab)]
         if heads:
             least = max(counts.seq_len, 2)
-            fits = {name for name in tables if counts.weights[name][0] >= least and counts.weights[name][1] == width}
-            positions = tuple(sorted(fits - {table}))
-            return EmbeddingAndHead(
-                vocab=vocab, width=width, token_table=table, head=heads[-1], position_tables=positions
-            )
+            fitting = {name for name in tables if shapes[name][0] >= least and shapes[name][1] == width}
+            positions = tuple(sorted(fitting - {table}))
+            return EmbeddingAndHead(vocab, width, token_table=table, head=heads[-1], position_tables=positions)
     return EmbeddingAndHead()
 
 
@@ -166,14 +162,15 @@ def _attention(counts: ModuleCounts, section_counts: SectionCounts) -> tuple[Att
     if not matching:
         return None, total
     same = [one for one in matching if _attention_dims(one) == _attention_dims(matching[0])]
-    found = AttentionShape(
-        heads=sum(one.count for one in same) // sequences,
-        kv_heads=sum(one.kv_count for one in same) // sequences,
-        head_dim=matching[0].head_dim,
-        value_dim=matching[0].value_dim,
-        causal=matching[0].causal,
+    head_dim, value_dim, causal = _attention_dims(matching[0])
+    attention = AttentionShape(
+        heads=sum(call.count for call in same) // sequences,
+        kv_heads=sum(call.kv_count for call in same) // sequences,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        causal=causal,
     )
-    return found, total - sum(one.flops for one in same) / counts.tokens
+    return attention, total - sum(one.flops for one in same) / counts.tokens
 
 
 def _attention_dims(one: AttentionCall) -> tuple[int, int, bool]:
@@ -184,14 +181,12 @@ def _pair_attention(squares: Sequence[WeightlessMatmul]) -> tuple[list[Attention
     """Unfused attention (a GEMM of scores, then one with the values), and the other GEMMs."""
     from echelon.planning.model.op_counter import AttentionCall
 
-    found, left, index = [], [], 0
-    while index < len(squares):
-        scores, values = squares[index], squares[min(index + 1, len(squares) - 1)]
-        if values is not scores and (scores.count, scores.m, scores.n) == (values.count, values.m, values.k):
-            sizes = {"queries": scores.m, "keys": scores.n, "head_dim": scores.k, "value_dim": values.n}
-            found.append(AttentionCall(count=scores.count, kv_count=scores.count, causal=False, **sizes))
-            index += 2
+    calls, others, left = [], [], list(squares)
+    while left:
+        scores = left.pop(0)
+        if left and (scores.count, scores.m, scores.n) == (left[0].count, left[0].m, left[0].k):
+            sizes = {"queries": scores.m, "keys": scores.n, "head_dim": scores.k, "value_dim": left.pop(0).n}
+            calls.append(AttentionCall(count=scores.count, kv_count=scores.count, causal=False, **sizes))
         else:
-            left.append(scores)
-            index += 1
-    return found, left
+            others.append(scores)
+    return calls, others

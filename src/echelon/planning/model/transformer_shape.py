@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
@@ -121,17 +121,12 @@ def _inner_elements(ffn: int, gated: bool) -> int:
 
 
 def _attention(spec: ModelSpec) -> tuple[AttentionShape, tuple[MatmulShape, ...]]:
-    attention = AttentionShape(
-        heads=spec.heads,
-        kv_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
-        value_dim=spec.head_dim,
-        causal=spec.causal,
-    )
-    outputs = tuple(count * spec.head_dim for count in (spec.heads, spec.kv_heads, spec.kv_heads))
+    heads, kv_heads, dim = spec.heads, spec.kv_heads, spec.head_dim
+    attention = AttentionShape(heads=heads, kv_heads=kv_heads, head_dim=dim, value_dim=dim, causal=spec.causal)
+    outputs = (heads * dim, kv_heads * dim, kv_heads * dim)
     return attention, (
         MatmulShape(name="qkv", inputs=spec.width, outputs=sum(outputs), split=COLUMN_PARALLEL, fused_outputs=outputs),
-        MatmulShape(name="out", inputs=spec.heads * spec.head_dim, outputs=spec.width, split=ROW_PARALLEL),
+        MatmulShape(name="out", inputs=heads * dim, outputs=spec.width, split=ROW_PARALLEL),
     )
 
 
@@ -145,30 +140,22 @@ def _mla(spec: ModelSpec, mla: MLAConfig) -> tuple[AttentionShape, tuple[MatmulS
         latent_width=(mla.query_rank or width) + mla.kv_rank + mla.rope_dim,
         causal=spec.causal,
     )
-    kv_outputs = heads * (mla.nope_dim + mla.value_dim)
-    matmuls = [
-        MatmulShape(name="kv down", inputs=width, outputs=mla.kv_rank + mla.rope_dim, split=UNSPLIT),
-        MatmulShape(name="kv up", inputs=mla.kv_rank, outputs=kv_outputs, split=COLUMN_PARALLEL),
-        MatmulShape(name="out", inputs=heads * mla.value_dim, outputs=width, split=ROW_PARALLEL),
-    ]
+    query_outputs, kv_outputs = heads * mla.head_dim, heads * (mla.nope_dim + mla.value_dim)
+    queries = [("q", width, query_outputs, COLUMN_PARALLEL)]
     if mla.query_rank:
-        down = MatmulShape(name="q down", inputs=width, outputs=mla.query_rank, split=UNSPLIT)
-        up = MatmulShape(name="q up", inputs=mla.query_rank, outputs=heads * mla.head_dim, split=COLUMN_PARALLEL)
-        return attention, (down, up, *matmuls)
-    query = MatmulShape(name="q", inputs=width, outputs=heads * mla.head_dim, split=COLUMN_PARALLEL)
-    return attention, (query, *matmuls)
+        queries = [("q down", width, mla.query_rank, UNSPLIT), ("q up", mla.query_rank, query_outputs, COLUMN_PARALLEL)]
+    matmuls = [
+        *queries,
+        ("kv down", width, mla.kv_rank + mla.rope_dim, UNSPLIT),
+        ("kv up", mla.kv_rank, kv_outputs, COLUMN_PARALLEL),
+        ("out", heads * mla.value_dim, width, ROW_PARALLEL),
+    ]
+    return attention, tuple(MatmulShape(name=name, inputs=k, outputs=n, split=split) for name, k, n, split in matmuls)
 
 
 def _mlp_matmuls(width: int, ffn: int, gated: bool, *, experts: int = 0, share: float = 1.0) -> list[MatmulShape]:
-    return [
-        MatmulShape(
-            name="up",
-            inputs=width,
-            outputs=ffn * (2 if gated else 1),
-            split=COLUMN_PARALLEL,
-            experts=experts,
-            token_share=share,
-            fused_outputs=(ffn, ffn) if gated else (),
-        ),
-        MatmulShape(name="down", inputs=ffn, outputs=width, split=ROW_PARALLEL, experts=experts, token_share=share),
-    ]
+    fused = (ffn, ffn) if gated else ()
+    outputs = ffn * (2 if gated else 1)
+    up = MatmulShape(name="up", inputs=width, outputs=outputs, split=COLUMN_PARALLEL, fused_outputs=fused)
+    down = MatmulShape(name="down", inputs=ffn, outputs=width, split=ROW_PARALLEL)
+    return [replace(matmul, experts=experts, token_share=share) for matmul in (up, down)]

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from echelon.layout import Layout
-from echelon.parallel.dp import cost as dp_cost
+from echelon.pipeline.schedules.bubble_time import bubble_times
 from echelon.planning.calibrate.constants import Constants
 from echelon.planning.cost.count_work import count_work
 from echelon.planning.cost.optimizer_update import updates_in_backward
-from echelon.planning.cost.param_group_traffic import (
-    EXPERT_GROUP,
-    NUM_MOMENTS,
-    data_parallel_ranks,
-    param_group,
-    sharding_policy,
-)
-from echelon.planning.cost.recompute_cost import FULL_LAYER_POLICIES, recompute_plan, saved_layer_bytes
-from echelon.planning.cost.step_time import bubble_times, microbatch_time, recompute_time
+from echelon.planning.cost.param_group_traffic import EXPERT_GROUP, data_parallel_ranks, group_state_bytes, param_group
+from echelon.planning.cost.recompute_cost import microbatch_saved_bytes
+from echelon.planning.cost.step_time import microbatch_time, recompute_time
 from echelon.planning.cost.step_work import stack_work
-from echelon.planning.scenario import PlanRequest, Scenario
-from echelon.planning.search.layout_families import MAX_VPP, LayoutBranch, LayoutFamily, layout_branches
+from echelon.planning.scenario import FULL_LAYER_POLICIES, NUM_MOMENTS, PlanRequest, Scenario
+from echelon.planning.search.layout_families import MAX_VPP, LayoutBranch, layout_branches
 
 
 @dataclass(frozen=True, order=True)
@@ -39,7 +33,9 @@ class BranchBound:
 def branch_bounds(request: PlanRequest, c: Constants) -> list[BranchBound]:
     """Bound every branch whose states and activations can fit, best first."""
     branches = layout_branches(request)
-    scenarios = {family: request.scenario(_most_microbatches(request, family)) for family in branches}
+    # The layout with the most microbatches, among which the work of a step is spread thinnest.
+    longest = (Layout(**vars(family), accumulate=request.batch // family.microbatch) for family in branches)
+    scenarios = {family: request.scenario(layout) for family, layout in zip(branches, longest, strict=True)}
     layer_bytes = {family: _min_activation_bytes(request, scenario) for family, scenario in scenarios.items()}
     candidates = [
         (index, branch, layer_bytes[family] * min(1.0, branch.accumulate / branch.pp))
@@ -56,9 +52,8 @@ def branch_bounds(request: PlanRequest, c: Constants) -> list[BranchBound]:
     pp, accumulate = (np.array([getattr(branch, key) for _, branch, _ in candidates]) for key in ("pp", "accumulate"))
     work = stack_work([count_work(scenario, include_per_step=False) for scenario in scenarios.values()])
     m = microbatch_time(work, c)
-    communication = m.tp + m.ep + m.cp
-    layers = m.forward + m.backward + recompute_time(work, m) + communication
-    forward = m.forward + communication / (2 + work.microbatch.recompute.layers)
+    layers = m.forward + m.backward + recompute_time(work, m) + m.communication
+    forward = m.forward + m.communication / (2 + work.microbatch.recompute.layers)
     bubble = 0.0
     if "schedule" not in request.fixed:
         passes = (np.asarray(seconds)[families] / pp for seconds in (forward, layers, m.weight_grad))
@@ -67,11 +62,6 @@ def branch_bounds(request: PlanRequest, c: Constants) -> list[BranchBound]:
     objectives = objective_values(request, [branch.world for _, branch, _ in candidates], seconds)
     rated = zip(objectives.tolist(), candidates, strict=True)
     return sorted(BranchBound(objective, branch, size) for objective, (_, branch, size) in rated)
-
-
-def _most_microbatches(request: PlanRequest, family: LayoutFamily) -> Layout:
-    """The layout with the most microbatches, among which the work of a step is spread thinnest."""
-    return family.layout(accumulate=request.batch // family.microbatch)
 
 
 def _min_activation_bytes(request: PlanRequest, scenario: Scenario) -> float:
@@ -86,8 +76,7 @@ def _min_activation_bytes(request: PlanRequest, scenario: Scenario) -> float:
         return 0.0
     if "activations" in str(request.fixed.get("offload", "")):
         return 0.0
-    recompute = recompute_plan(scenario)
-    return sum(n * saved_layer_bytes(scenario, layer, recompute) for layer, n in scenario.shape.layers)
+    return microbatch_saved_bytes(scenario)
 
 
 def min_memory_bytes(request: PlanRequest, layout: Layout, activation_bytes: float) -> float:
@@ -112,16 +101,7 @@ def _layer_state_bytes(scenario: Scenario) -> dict[str, int]:
     total: dict[str, int] = {}
     for name, numel in numels.items():
         num_shards = data_parallel_ranks(scenario, name) if layout.zero else 1
-        states = dp_cost.state_bytes(
-            [param_group(name, numel, num_shards)],
-            replace(sharding_policy(scenario), num_shards=num_shards),
-            compute_bytes=scenario.element_bytes,
-            master_bytes=scenario.master_bytes,
-            moments=NUM_MOMENTS,
-            moment_bytes=scenario.moment_bytes,
-            reduce_bytes=scenario.reduce_bytes,
-        )
-        for category, size in states.items():
+        for category, size in group_state_bytes(scenario, param_group(name, numel, num_shards)).items():
             total[category] = total.get(category, 0) + size
     return total
 

@@ -6,11 +6,10 @@ Layouts of a family differ in dp, pp, zero and schedule alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import Any
 
 from echelon.layout import Layout
 from echelon.layout.layout import ASYNC_SCHEDULES
@@ -31,7 +30,7 @@ MIN_GRID_TP = 16
 """tp from which the search tries grids: below it, 1d with sequence parallelism moves less"""
 
 
-@dataclass(frozen=True, kw_only=True, order=True)
+@dataclass(frozen=True, order=True)
 class LayoutFamily:
     """Layouts that do the same on every microbatch."""
 
@@ -45,9 +44,6 @@ class LayoutFamily:
     depth: int = 1
     cp_kind: str = "ring"
     ulysses: int = 1
-
-    def layout(self, **keys: int | str) -> Layout:
-        return Layout(**{**asdict(self), **keys})
 
 
 @dataclass(frozen=True, order=True)
@@ -66,9 +62,9 @@ class LayoutBranch:
 
 def all_layouts(request: PlanRequest) -> Iterator[Layout]:
     """Yield every layout that divides the model, the devices and the batch, with the fixed keys."""
-    for family, branches in layout_branches(request).items():
+    for branches in layout_branches(request).values():
         for branch in branches:
-            yield from branch_layouts(request, branch, asdict(family))
+            yield from branch_layouts(request, branch)
 
 
 def layout_branches(request: PlanRequest) -> dict[LayoutFamily, list[LayoutBranch]]:
@@ -85,23 +81,12 @@ def _families(request: PlanRequest, world: int, tp: int, cp: int) -> Iterator[La
     fixed = request.fixed
     microbatches = [int(fixed["microbatch"])] if "microbatch" in fixed else range(1, MAX_MICROBATCH + 1)
     recomputes = [str(fixed["recompute"])] if "recompute" in fixed else _recompute_policies(request)
-    choices = product(
-        _ep_degrees(request, world), microbatches, recomputes, tp_kinds(request, tp), cp_kinds(request, tp, cp)
-    )
-    for (ep, ep_inner), microbatch, recompute, (tp_kind, depth), (cp_kind, ulysses) in choices:
-        if not request.batch % microbatch:
-            yield LayoutFamily(
-                tp=tp,
-                cp=cp,
-                ep=ep,
-                ep_inner=ep_inner,
-                microbatch=microbatch,
-                recompute=recompute,
-                tp_kind=tp_kind,
-                depth=depth,
-                cp_kind=cp_kind,
-                ulysses=ulysses,
-            )
+    divisors = [microbatch for microbatch in microbatches if not request.batch % microbatch]
+    kinds = tp_kinds(request, tp), cp_kinds(request, tp, cp)
+    for ep, microbatch, recompute, tp_kind, cp_kind in product(
+        _ep_degrees(request, world), divisors, recomputes, *kinds
+    ):
+        yield LayoutFamily(tp, cp, *ep, microbatch, recompute, *tp_kind, *cp_kind)
 
 
 def _recompute_policies(request: PlanRequest) -> list[str]:
@@ -125,10 +110,9 @@ def _pipelines(request: PlanRequest, family: LayoutFamily, world: int) -> Iterat
             yield branch
 
 
-def branch_layouts(request: PlanRequest, branch: LayoutBranch, keys: Mapping[str, Any]) -> Iterator[Layout]:
-    """Yield the layouts of a branch, whose family has these keys."""
+def branch_layouts(request: PlanRequest, branch: LayoutBranch) -> Iterator[Layout]:
     fixed, pp, dp = request.fixed, branch.pp, branch.dp
-    keys = {**fixed, **keys, "dp": dp, "pp": pp, "accumulate": branch.accumulate}
+    keys = {**fixed, **vars(branch.family), "dp": dp, "pp": pp, "accumulate": branch.accumulate}
     for schedule, zero in product(_schedule_options(request, pp), _zero_options(request, dp, branch.family, pp)):
         if schedule.get("schedule") in ASYNC_SCHEDULES and zero["zero"] > 1:
             continue
@@ -174,16 +158,17 @@ def tp_kinds(request: PlanRequest, tp: int) -> list[tuple[str, int]]:
     """Return (tp_kind, depth) that divide the model's heads: 1d, and grids if there are enough ranks."""
     fixed, attention = request.fixed, request.shape.attention
     kinds = [("1d", 1)]
-    if not request.shape.experts and (tp >= MIN_GRID_TP or "tp_kind" in fixed):
+    if tp > 1 and not request.shape.experts and (tp >= MIN_GRID_TP or "tp_kind" in fixed):
         kinds += [("2d", 1), *(("2.5d", depth) for depth in _divisors(tp) if depth > 1), ("3d", 1)]
 
     def is_possible(kind: str, depth: int) -> bool:
-        if fixed.get("tp_kind", kind) != kind or fixed.get("depth", depth) != depth or (tp == 1 and kind != "1d"):
+        if fixed.get("tp_kind", kind) != kind or fixed.get("depth", depth) != depth:
             return False
         ranks = head_parallel_size(Layout(tp=tp, tp_kind=kind, depth=depth))
-        if ranks is None:
-            return False
-        return attention is None or _divides_heads(attention.heads, attention.kv_heads, ranks)
+        if ranks is None or attention is None:
+            return ranks is not None
+        heads, kv_heads = attention.heads, attention.kv_heads
+        return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
     return [(kind, depth) for kind, depth in kinds if is_possible(kind, depth)]
 
@@ -201,18 +186,13 @@ def cp_kinds(request: PlanRequest, tp: int, cp: int) -> list[tuple[str, int]]:
     return [(kind, n) for kind, n in kinds if fixed.get("cp_kind", kind) == kind and fixed.get("ulysses", n) == n]
 
 
-def _divides_heads(heads: int, kv_heads: int, tp: int) -> bool:
-    return heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
-
-
 def _schedule_options(request: PlanRequest, pp: int) -> list[dict[str, int | str]]:
     if pp == 1:
         return [{}]
     layers, fixed = request.shape.num_layers, request.fixed.get("schedule", "")
     options: list[dict[str, int | str]] = [{"schedule": "1f1b"}, {"schedule": "zb-h1"}]
-    options += [
-        {"schedule": "interleaved", "vpp": chunks} for chunks in range(2, MAX_VPP + 1) if not layers % (pp * chunks)
-    ]
+    chunks = [vpp for vpp in range(2, MAX_VPP + 1) if not layers % (pp * vpp)]
+    options += [{"schedule": "interleaved", "vpp": vpp} for vpp in chunks]
     if 2 * pp <= layers:
         options += [{"schedule": "zb-v"}, {"schedule": "dualpipe-v"}]
     if fixed and fixed not in {option["schedule"] for option in options}:

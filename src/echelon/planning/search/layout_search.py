@@ -2,44 +2,36 @@
 
 [Note: an exhaustive search]
 
-Layouts that do the same work on every microbatch are a family; those of them with the same pp over the same number of
-devices are a branch, and differ in zero and schedule alone. Whatever the schedule, a branch's work has to be done. So
-it has a lower bound (bounds.py): its work, spread evenly, with the least bubble and no gradient reduction.
+docs/planning.md ("How a layout is found") says why no layout of a closed branch can be among the best.
 
-1. Branches are sorted by their bounds and opened in that order, until enough layouts fit that are faster than the next
-   bound: no layout of a closed branch can be among the best.
+1. Branches are sorted by their lower bounds (bounds.py) and opened in that order, until enough layouts fit that are
+   faster than the next bound.
 2. In an open branch, layouts whose least states and activations exceed the memory are dropped. The others are timed by
    formula, and the memory of those that are fast enough is computed.
 3. The best are priced again by simulating their schedules, and sorted.
 
-If recomputing single layers (recompute=full) does not fit, several are recomputed at once (every:N), which takes as
-long: so these need no families. The best are then tried with a budget, which recomputes no more layers than it must
-(memory_variants.py). If nothing fits, the search uses the first kind of offload with which something does, and tries
-the others on the best.
-
-The search is deterministic.
+every:N takes as long as recompute=full: so it needs no families. If nothing fits, the search uses the first kind of
+offload with which something does, and tries the others on the best. The search is deterministic.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 
 from echelon.layout import Layout
-from echelon.layout.rules import LayoutConstraints, find_violations
 from echelon.planning.calibrate.calibration import constants_for
 from echelon.planning.calibrate.constants import FITTED_CONSTANTS, Constants
 from echelon.planning.cost.count_work import count_stacked_work, count_work
 from echelon.planning.cost.memory_model import fits, peak_memory
 from echelon.planning.cost.step_time import step_times
-from echelon.planning.model.model_shape import RuleFacts
 from echelon.planning.priced_plan import Plan, price
 from echelon.planning.scenario import PlanRequest, Scenario
-from echelon.planning.search.bounds import branch_bounds, min_memory_bytes, objective_values
-from echelon.planning.search.layout_families import LayoutBranch, all_layouts, branch_layouts
+from echelon.planning.search.bounds import BranchBound, branch_bounds, min_memory_bytes, objective_values
+from echelon.planning.search.layout_families import all_layouts, branch_layouts
 from echelon.planning.search.memory_variants import OFFLOAD_OPTIONS, memory_variants, with_segments
 
 MIN_FINALISTS = 48
@@ -83,7 +75,7 @@ def _search(request: PlanRequest, narrowed: PlanRequest, top: int, c: Constants)
         if len(best) == num_finalists and bound.objective > best[-1][0]:
             break
         limit = best[-1][0] if len(best) == num_finalists else math.inf
-        fitting = _fitting_scenarios(narrowed, bound.branch, bound.activation_bytes, c, limit)
+        fitting = _fitting_scenarios(narrowed, bound, c, limit)
         best = sorted([*best, *fitting], key=lambda rated: rated[:2])[:num_finalists]
     plans = [price(scenario, c) for _, _, scenario in _refine(request, best, c, num_finalists)]
     plans.sort(key=lambda plan: (plan_objective(request, plan), str(plan.layout)))
@@ -94,18 +86,11 @@ def _search_mixed_cluster(request: PlanRequest, top: int, c: Constants) -> list[
     """Search a cluster of several device kinds: all of it, at the speed of its slowest, or one kind alone."""
     cluster = request.cluster
     kinds = {group.device.name: group.device for group in cluster.node_groups}
-    slowest = replace(
-        cluster, node_groups=tuple(replace(group, device=cluster.device) for group in cluster.node_groups)
-    )
-    alone = [
-        replace(
-            cluster,
-            node_groups=tuple(group for group in cluster.node_groups if group.device.name == name),
-            intra_node=device.intra_node,
-            inter_node=device.inter_node,
-        )
-        for name, device in kinds.items()
-    ]
+    slowest = cluster.with_devices(lambda _: cluster.device)
+    alone = []
+    for name, device in kinds.items():
+        groups = tuple(group for group in cluster.node_groups if group.device.name == name)
+        alone.append(replace(cluster, node_groups=groups, intra_node=device.intra_node, inter_node=device.inter_node))
     plans = [plan for some in (slowest, *alone) for plan in search_plans(replace(request, cluster=some), top=top, c=c)]
     return sorted(plans, key=lambda plan: (plan_objective(request, plan), str(plan.layout)))[:top]
 
@@ -129,15 +114,12 @@ def _refine(request: PlanRequest, best: list[RatedScenario], c: Constants, num_f
     return sorted(refined.values(), key=lambda rated: rated[:2])[:num_finalists]
 
 
-def _fitting_scenarios(
-    request: PlanRequest, branch: LayoutBranch, activation_bytes: float, c: Constants, limit: float
-) -> Iterator[RatedScenario]:
+def _fitting_scenarios(request: PlanRequest, bound: BranchBound, c: Constants, limit: float) -> Iterator[RatedScenario]:
     """Yield the scenarios of a branch that fit and whose objective is below the limit."""
-    scenarios = [
-        request.scenario(layout)
-        for layout in branch_layouts(request, branch, asdict(branch.family))
-        if min_memory_bytes(request, layout, activation_bytes) <= request.cluster.memory
-    ]
+    branch, memory, activations = bound.branch, request.cluster.memory, bound.activation_bytes
+    layouts = branch_layouts(request, branch)
+    layouts = (layout for layout in layouts if min_memory_bytes(request, layout, activations) <= memory)
+    scenarios = [request.scenario(layout) for layout in layouts]
     # Most are too slow before parameters and gradients are sent: those need not be counted.
     for include_per_step in (False, True):
         if not scenarios:
@@ -157,10 +139,7 @@ def _fitting_scenarios(
 
 def _is_legal(request: PlanRequest, layout: Layout) -> bool:
     """Whether the layout obeys the rules of the grammar, of the model and of the batch."""
-    constraints = LayoutConstraints(
-        world=layout.world, batch=request.batch, seq_len=request.seq_len, model=RuleFacts(request.shape)
-    )
-    return not find_violations(layout, constraints)
+    return not request.violations(layout, world=layout.world, batch=request.batch)
 
 
 def least_memory_plan(request: PlanRequest, c: Constants = FITTED_CONSTANTS) -> Plan | None:

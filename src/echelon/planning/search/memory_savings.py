@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
-from echelon.layout.rules import LayoutConstraints, find_violations
 from echelon.optim.update_rule import UpdateRule
 from echelon.planning.calibrate.calibration import constants_for
 from echelon.planning.calibrate.constants import FITTED_CONSTANTS, Constants
 from echelon.planning.cost.activation_memory import partitions_inputs
-from echelon.planning.cost.recompute_cost import FULL_LAYER_POLICIES
-from echelon.planning.model.model_shape import RuleFacts
 from echelon.planning.priced_plan import Plan, price
 from echelon.planning.scenario import Scenario
 from echelon.planning.search.memory_variants import with_budget
@@ -66,21 +63,20 @@ ScenarioChange = Callable[[Scenario, Constants], Scenario | None]
 """returns the scenario with a technique; None if it has it already, or it would have no effect"""
 RULE_SPECIFIC_KEYS = ("betas", "eps", "momentum", "states")
 """keys that another rule has defaults of its own for"""
-ROUNDED_VALUES = "values are rounded"
-OTHER_OPTIMIZER = "another rule"
+ROUNDED = "values are rounded"
+OPTIMIZERS, LOSSY_COMPRESSIONS = ("lion", "adafactor", "muon"), ("lossless+fp16", "lossless+fp8", "lossless+int8")
 
 
-def _recompute(kind: str) -> ScenarioChange:
+def _recompute(policy: str) -> ScenarioChange:
     def change(scenario: Scenario, c: Constants) -> Scenario | None:
-        if kind == scenario.layout.recompute:
-            return None
-        return replace(scenario, layout=replace(scenario.layout, recompute=kind))
+        other = replace(scenario, layout=replace(scenario.layout, recompute=policy))
+        return other if policy != scenario.layout.recompute else None
 
     return change
 
 
 def _budget(scenario: Scenario, c: Constants) -> Scenario | None:
-    return with_budget(scenario, c) if scenario.layout.recompute.partition(":")[0] in FULL_LAYER_POLICIES else None
+    return with_budget(scenario, c) if scenario.recomputes_layers else None
 
 
 def _optimizer(**keys: str | bool) -> ScenarioChange:
@@ -92,8 +88,8 @@ def _optimizer(**keys: str | bool) -> ScenarioChange:
             return None  # gradients of several microbatches accumulate
         if "states" in keys and rule.name != "adamw":
             return None  # a setting of AdamW
-        kept = [key for key in asdict(UpdateRule()) if key not in RULE_SPECIFIC_KEYS or "name" not in keys]
-        return replace(scenario, optimizer=UpdateRule(**{**{key: getattr(rule, key) for key in kept}, **keys}))
+        names = [key for key in asdict(UpdateRule()) if key not in RULE_SPECIFIC_KEYS or "name" not in keys]
+        return replace(scenario, optimizer=UpdateRule(**{**{key: getattr(rule, key) for key in names}, **keys}))
 
     return change
 
@@ -110,15 +106,14 @@ def _compress(kind: str) -> ScenarioChange:
 
 def _partition(scenario: Scenario, c: Constants) -> Scenario | None:
     partitioned = replace(scenario, memory_options=replace(scenario.memory_options, partition=True))
-    recomputes = scenario.layout.recompute.partition(":")[0] in (*FULL_LAYER_POLICIES, "budget")
+    recomputes = scenario.recomputes_layers or scenario.layout.recompute.startswith("budget")
     return partitioned if recomputes and partitions_inputs(partitioned) and not partitions_inputs(scenario) else None
 
 
 def _offload(kind: str) -> ScenarioChange:
     def change(scenario: Scenario, c: Constants) -> Scenario | None:
-        if scenario.layout.offload != "none":
-            return None
-        return replace(scenario, layout=replace(scenario.layout, offload=kind), host_share=1.0)
+        offloaded = replace(scenario, layout=replace(scenario.layout, offload=kind), host_share=1.0)
+        return offloaded if scenario.layout.offload == "none" else None
 
     return change
 
@@ -129,8 +124,6 @@ def _master(scenario: Scenario, c: Constants) -> Scenario | None:
 
 @dataclass(frozen=True)
 class Technique:
-    """A setting that saves memory."""
-
     setting: str
     change: ScenarioChange
     training_effect: str = ""
@@ -139,18 +132,12 @@ class Technique:
 TECHNIQUES = (
     *(Technique(f"recompute={kind}", _recompute(kind)) for kind in ("none", "ops", "selective", "full", "sqrt")),
     Technique("recompute=budget", _budget),
-    Technique("optimizer.states=bfloat16", _optimizer(states="bfloat16"), ROUNDED_VALUES),
-    Technique("optimizer.states=int8", _optimizer(states="int8"), ROUNDED_VALUES),
-    Technique("optimizer.name=lion", _optimizer(name="lion"), OTHER_OPTIMIZER),
-    Technique("optimizer.name=adafactor", _optimizer(name="adafactor"), OTHER_OPTIMIZER),
-    Technique("optimizer.name=muon", _optimizer(name="muon"), OTHER_OPTIMIZER),
-    Technique("precision.master=none", _master, ROUNDED_VALUES),
+    *(Technique(f"optimizer.states={dtype}", _optimizer(states=dtype), ROUNDED) for dtype in ("bfloat16", "int8")),
+    *(Technique(f"optimizer.name={name}", _optimizer(name=name), "another rule") for name in OPTIMIZERS),
+    Technique("precision.master=none", _master, ROUNDED),
     Technique("optimizer.in_backward=true", _optimizer(in_backward=True), "no clipping"),
     Technique("compress=lossless", _compress("lossless")),
-    *(
-        Technique(f"compress=lossless+{kind}", _compress(f"lossless+{kind}"), ROUNDED_VALUES)
-        for kind in ("fp16", "fp8", "int8")
-    ),
+    *(Technique(f"compress={kind}", _compress(kind), ROUNDED) for kind in LOSSY_COMPRESSIONS),
     Technique("memory.partition=true", _partition),
     *(Technique(f"offload={kind}", _offload(kind)) for kind in ("optimizer", "params", "activations")),
 )
@@ -159,23 +146,19 @@ TECHNIQUES = (
 
 def memory_savings(plan: Plan, c: Constants = FITTED_CONSTANTS) -> tuple[MemorySaving, ...]:
     """Price every technique that has an effect on the plan."""
-    return tuple(_priced_savings(plan, constants_for(plan.scenario, c)))
+    return tuple(_iter_savings(plan, constants_for(plan.scenario, c)))
 
 
-def _priced_savings(plan: Plan, c: Constants) -> Iterator[MemorySaving]:
-    facts = LayoutConstraints(seq_len=plan.scenario.seq_len, model=RuleFacts(plan.scenario.shape))
+def _iter_savings(plan: Plan, c: Constants) -> Iterator[MemorySaving]:
     before = grouped_memory(plan)
     for technique in TECHNIQUES:
         scenario = technique.change(plan.scenario, c)
-        if scenario is None or find_violations(scenario.layout, facts) or not scenario.is_compatible:
+        if scenario is None or scenario.violations(scenario.layout) or not scenario.is_compatible:
             continue
         other = price(scenario, c)
-        after = grouped_memory(other)
-        setting = technique.setting
-        if setting == "recompute=budget":
-            setting = f"recompute={scenario.layout.recompute}"
+        after, is_budget = grouped_memory(other), technique.setting == "recompute=budget"
         yield MemorySaving(
-            technique=setting,
+            technique=f"recompute={scenario.layout.recompute}" if is_budget else technique.setting,
             saved={name: before[name] - after[name] for name in SAVING_CATEGORIES},
             added_seconds=other.seconds - plan.seconds,
             plan=other,

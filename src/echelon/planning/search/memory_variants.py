@@ -10,7 +10,6 @@ from echelon.planning.calibrate.constants import Constants
 from echelon.planning.cluster.device_kinds import GIB
 from echelon.planning.cost.activation_memory import layer_input_bytes, layers_in_flight, saved_tensor_bytes, score_bytes
 from echelon.planning.cost.memory_model import fits, stage_memory, stages_to_check
-from echelon.planning.cost.recompute_cost import FULL_LAYER_POLICIES
 from echelon.planning.scenario import PlanRequest, Scenario
 
 OFFLOAD_OPTIONS = ("optimizer", "activations", "params", "optimizer+activations", "params+activations")
@@ -24,7 +23,7 @@ def memory_variants(request: PlanRequest, scenario: Scenario, c: Constants, *, b
     """Yield the scenario with other recomputation and offload that the request leaves open, whether they fit or not."""
     layout = scenario.layout
     # `ops` recomputes a hundredth of a step: a budget pays only in place of full layers.
-    if budget and "recompute" not in request.fixed and layout.recompute.partition(":")[0] in FULL_LAYER_POLICIES:
+    if budget and "recompute" not in request.fixed and scenario.recomputes_layers:
         budgeted = with_budget(scenario, c)
         if budgeted is not None:
             yield budgeted

@@ -11,10 +11,12 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from importlib.resources import files
 
-from echelon.draw.number_format import format_bytes, format_count, format_seconds, format_seconds_aligned, percent
+from echelon.draw.number_format import format_bytes, format_count, format_seconds, percent
 from echelon.planning.priced_plan import Plan
 from echelon.planning.show import plan_labels, step_svg
 
+Bars = Sequence[tuple[plan_labels.LabelledBar, str]]
+"""bars with their values as text"""
 TEMPLATE = "plan.html"
 COMPARED, SLOWEST = 8, 3.0
 """most plans that are compared, and how much slower than the best they may be"""
@@ -50,9 +52,6 @@ def _marks(plan: Plan) -> str:
     return "".join(f' <span class="mark {colour}">{mark}</span>' for mark, colour in plan_labels.warning_marks(plan))
 
 
-# -- the table --------------------------------------------------------------------------------------------------------
-
-
 def _table(plans: Sequence[Plan]) -> Iterator[str]:
     yield '<div class="wide" tabindex="0"><table id="plans"><thead><tr>'
     yield "".join(f'<th scope="col">{head}</th>' for head in ("", "layout", *_cells(plans[0])))
@@ -81,19 +80,12 @@ def _cells(plan: Plan) -> dict[str, str]:
     }
 
 
-# -- one plan ---------------------------------------------------------------------------------------------------------
-
-
 def _plan(plan: Plan, number: int, command: str, explanation: Sequence[str]) -> str:
     best = " best chosen" if number == 0 else ""
-    figures = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in plan_labels.key_figures(plan)
-    )
-    causes = plan_labels.largest_first(plan_labels.labelled_bars(plan.times, plan_labels.CAUSES))
-    categories = plan_labels.largest_first(plan_labels.labelled_bars(plan.memory.parts, plan_labels.CATEGORIES))
-    times = _bars(causes, format_seconds_aligned([bar.value for bar in causes]))
-    sizes = _bars(categories, [format_bytes(bar.value) for bar in categories])
-    of = f"{format_bytes(plan.memory.total)} of {format_bytes(plan.scenario.cluster.memory)}"
+    numbers = plan_labels.key_figures(plan)
+    figures = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in numbers)
+    times, sizes = _bars(plan_labels.time_bars(plan)), _bars(plan_labels.memory_bars(plan))
+    of = plan_labels.describe_memory(plan)
     return (
         f'<section class="plan{best}" id="plan-{number + 1}"><h2><span class="number">{number + 1}</span> '
         f"{_layout(plan)}{_marks(plan)}</h2>"
@@ -108,12 +100,10 @@ def _plan(plan: Plan, number: int, command: str, explanation: Sequence[str]) -> 
 def _step(plan: Plan, number: int) -> str:
     if number >= DRAWN:
         return f'<p class="quiet">The steps of the first {DRAWN} plans are drawn.</p>'
-    picture = step_svg.pipeline_picture(plan, number + 1)
-    without = (
-        '<p class="quiet">One stage (pp=1): each rank works through its microbatches one by one, without a bubble.</p>'
-    )
+    without = "One stage (pp=1): each rank works through its microbatches one by one, without a bubble."
+    picture = step_svg.pipeline_picture(plan, number + 1) or f'<p class="quiet">{without}</p>'
     memory = step_svg.memory_picture(plan)
-    return f"<h3>Memory over time</h3>{memory}<h3>The pipeline, rank by rank</h3>{picture or without}"
+    return f"<h3>Memory over time</h3>{memory}<h3>The pipeline, rank by rank</h3>{picture}"
 
 
 def _run(plan: Plan, command: str) -> str:
@@ -121,10 +111,8 @@ def _run(plan: Plan, command: str) -> str:
         return "<h3>It cannot be run yet</h3>"
     if not command:
         return ""
-    return (
-        f'<h3>Run it</h3><div class="command"><pre><code>{escape(command)}</code></pre>'
-        f'<button type="button" class="copy">copy</button></div>'
-    )
+    button = '<button type="button" class="copy">copy</button>'
+    return f'<h3>Run it</h3><div class="command"><pre><code>{escape(command)}</code></pre>{button}</div>'
 
 
 def _reasons(lines: Sequence[str]) -> str:
@@ -132,18 +120,15 @@ def _reasons(lines: Sequence[str]) -> str:
     return f'<h3>Why</h3><ul class="reasons">{items}</ul>' if items else ""
 
 
-def _bars(bars: Sequence[plan_labels.LabelledBar], values: Sequence[str]) -> str:
-    most = max((bar.value for bar in bars), default=1.0)
+def _bars(bars: Bars) -> str:
+    most = max((bar.value for bar, _ in bars), default=1.0)
     rows = "".join(
         f'<li title="{escape(bar.label.meaning)}"><span class="name">{escape(bar.label.name)}</span>'
         f'<span class="track"><i style="width:{100 * bar.value / most:.2f}%;background:{bar.label.colour}"></i></span>'
         f'<b>{value}</b><span class="share">{100 * bar.share:.1f} %</span></li>'
-        for bar, value in zip(bars, values, strict=True)
+        for bar, value in plan_labels.largest_first(bars)
     )
     return f'<ul class="bars">{rows}</ul>'
-
-
-# -- side by side -----------------------------------------------------------------------------------------------------
 
 
 def _compared(plans: Sequence[Plan]) -> Iterator[str]:
@@ -151,11 +136,11 @@ def _compared(plans: Sequence[Plan]) -> Iterator[str]:
     longest = SLOWEST * plans[0].seconds
     near = [(n, plan) for n, plan in enumerate(plans) if n < 2 or plan.seconds <= longest][:COMPARED]
     longest = max(plan.high for _, plan in near)
-    causes = [plan_labels.labelled_bars(plan.times, plan_labels.CAUSES) for _, plan in near]
+    causes = [plan_labels.time_bars(plan) for _, plan in near]
     yield '<section class="beside compared"><div><h2>Time, side by side</h2>'
     for (number, plan), bars in zip(near, causes, strict=True):
         where = f"left:{100 * plan.low / longest:.2f}%;width:{100 * (plan.high - plan.low) / longest:.2f}%"
-        stack = _stack(bars, plan.seconds / longest, format_seconds_aligned([bar.value for bar in bars]))
+        stack = _stack(bars, plan.seconds / longest)
         spread = f'<u style="{where}" title="80 % of runs: {plan_labels.format_interval(plan)}"></u>'
         yield _row(plan, number, stack + spread, format_seconds(plan.seconds))
     yield _legend(causes)
@@ -164,21 +149,21 @@ def _compared(plans: Sequence[Plan]) -> Iterator[str]:
     limit = plans[0].scenario.cluster.memory
     # What takes more than two devices is cut off: its number stands beside it.
     most = min(2 * limit, max(limit * 1.02, *(plan.memory.total for _, plan in near)))
-    categories = [plan_labels.labelled_bars(plan.memory.parts, plan_labels.CATEGORIES) for _, plan in near]
+    categories = [plan_labels.memory_bars(plan) for _, plan in near]
     yield "<div><h2>Memory, side by side</h2>"
     for (number, plan), bars in zip(near, categories, strict=True):
-        stack = _stack(bars, plan.memory.total / most, [format_bytes(bar.value) for bar in bars])
+        stack = _stack(bars, plan.memory.total / most)
         line = f'<s style="left:{100 * limit / most:.2f}%"></s>'
         yield _row(plan, number, stack + line, format_bytes(plan.memory.total))
     yield _legend(categories)
     yield f'<p class="quiet">The dashed line: what a device has, {format_bytes(limit)}.</p></div></section>'
 
 
-def _stack(bars: Sequence[plan_labels.LabelledBar], length: float, values: Sequence[str]) -> str:
+def _stack(bars: Bars, length: float) -> str:
     return "".join(
         f'<i style="width:{100 * length * bar.share:.3f}%;background:{bar.label.colour}" '
         f'title="{escape(bar.label.name)}: {value}"></i>'
-        for bar, value in zip(bars, values, strict=True)
+        for bar, value in bars
     )
 
 
@@ -187,18 +172,13 @@ def _row(plan: Plan, number: int, stack: str, value: str) -> str:
     return f'<div class="compare" data-plan="{number + 1}">{name}<b>{value}</b><span class="stack">{stack}</span></div>'
 
 
-def _legend(stacks: Sequence[Sequence[plan_labels.LabelledBar]]) -> str:
+def _legend(stacks: Sequence[Bars]) -> str:
     """Every part of any of the stacks, once."""
-    seen = {bar.label.name: bar.label.colour for stack in stacks for bar in stack}
-    order = {
-        word.name: place for place, word in enumerate([*plan_labels.CAUSES.values(), *plan_labels.CATEGORIES.values()])
-    }
-    names = sorted(seen, key=lambda name: order.get(name, len(order)))
+    seen = {bar.label.name: bar.label.colour for stack in stacks for bar, _ in stack}
+    order = [label.name for label in (*plan_labels.CAUSES.values(), *plan_labels.CATEGORIES.values())]
+    names = sorted(seen, key=lambda name: order.index(name) if name in order else len(order))
     entries = "".join(f'<span><i style="background:{seen[name]}"></i>{escape(name)}</span>' for name in names)
     return f'<p class="legend">{entries}</p>'
-
-
-# -- words ------------------------------------------------------------------------------------------------------------
 
 
 def _glossary(plans: Sequence[Plan]) -> Iterator[str]:
@@ -206,11 +186,11 @@ def _glossary(plans: Sequence[Plan]) -> Iterator[str]:
     from echelon.layout.grammar import KEYS_BY_NAME
 
     keys = {key for plan in plans for key in plan.layout.explicit}
+    causes = {name for plan in plans for name in plan.times}
+    categories = {name for plan in plans for name in plan.memory.parts}
     groups = {
-        "Causes of time": _meanings(plan_labels.CAUSES, {name for plan in plans for name in plan.times}),
-        "Categories of memory": _meanings(
-            plan_labels.CATEGORIES, {name for plan in plans for name in plan.memory.parts}
-        ),
+        "Causes of time": _meanings(plan_labels.CAUSES, causes),
+        "Categories of memory": _meanings(plan_labels.CATEGORIES, categories),
         "Keys of a layout": [(key.name, key.meaning) for key in KEYS_BY_NAME.values() if key.name in keys],
         "Numbers": [
             *plan_labels.COLUMN_MEANINGS,

@@ -6,15 +6,15 @@ of drawn schedules, in several shades, and always stand beside a name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from echelon.draw.number_format import format_bytes, format_count, format_seconds, percent
+from echelon.draw.number_format import format_bytes, format_count, format_seconds, format_seconds_aligned, percent
 from echelon.planning.cost.expert_traffic import all_to_all_bytes_per_token
 from echelon.planning.priced_plan import Plan
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Label:
     """Name, meaning and colour of a cause of time or a category of memory."""
 
@@ -24,83 +24,48 @@ class Label:
 
 
 CAUSES = {
-    "products": Label(
-        name="GEMMs", meaning="matrix multiplications with the weights: the useful work", colour="#1f5fa8"
-    ),
-    "attention": Label(name="attention", meaning="softmax(q k) v of every token", colour="#4a8fd6"),
+    "products": Label("GEMMs", "matrix multiplications with the weights: the useful work", "#1f5fa8"),
+    "attention": Label("attention", "softmax(q k) v of every token", "#4a8fd6"),
     "passing": Label(
-        name="memory-bound operators",
-        meaning="norms, activation functions, additions: bound by memory bandwidth",
-        colour="#86b8ea",
+        "memory-bound operators", "norms, activation functions, additions: bound by memory bandwidth", "#86b8ea"
     ),
-    "head": Label(name="output layer and loss", meaning="logits and cross entropy", colour="#6f7fd0"),
-    "recompute": Label(name="recomputation", meaning="forward recomputed in backward to save memory", colour="#b3d2f2"),
-    "tp": Label(
-        name="exposed tp communication",
-        meaning="tensor-parallel collectives that compute does not overlap",
-        colour="#c8551b",
-    ),
+    "head": Label("output layer and loss", "logits and cross entropy", "#6f7fd0"),
+    "recompute": Label("recomputation", "forward recomputed in backward to save memory", "#b3d2f2"),
+    "tp": Label("exposed tp communication", "tensor-parallel collectives that compute does not overlap", "#c8551b"),
     "cp": Label(
-        name="exposed cp communication",
-        meaning="context-parallel communication that attention does not overlap, and merging of blocks",
-        colour="#f0a37a",
+        "exposed cp communication",
+        "context-parallel communication that attention does not overlap, and merging of blocks",
+        "#f0a37a",
     ),
     "ep": Label(
-        name="exposed ep communication",
-        meaning="all-to-all of tokens and expert outputs that compute does not overlap",
-        colour="#e2803f",
+        "exposed ep communication", "all-to-all of tokens and expert outputs that compute does not overlap", "#e2803f"
     ),
-    "pp": Label(
-        name="exposed pp communication",
-        meaning="p2p transfers of activations and gradients between stages",
-        colour="#f7d08a",
-    ),
+    "pp": Label("exposed pp communication", "p2p transfers of activations and gradients between stages", "#f7d08a"),
     "dp": Label(
-        name="exposed dp communication",
-        meaning="collectives of gradients, and under zero=3 of parameters, that compute does not overlap",
-        colour="#f2b632",
+        "exposed dp communication",
+        "collectives of gradients, and under zero=3 of parameters, that compute does not overlap",
+        "#f2b632",
     ),
-    "bubble": Label(name="pipeline bubble", meaning="stages wait for each other and for the slowest", colour="#9b4a90"),
-    "imbalance": Label(name="uneven stages", meaning="stages wait for the slowest", colour="#b87aae"),
-    "launches": Label(name="kernel launches", meaning="kernels shorter than their launch", colour="#cfa3c8"),
-    "jitter": Label(name="waiting for slow nodes", meaning="stragglers among many nodes", colour="#e3cbdf"),
-    "offload": Label(
-        name="exposed offload", meaning="transfers to and from the host that compute does not overlap", colour="#d9a06b"
-    ),
-    "update": Label(name="optimizer update", meaning="the update of the weights", colour="#3fa796"),
-    "rest": Label(name="around the step", meaning="data loading, reading the loss, once per step", colour="#8fcfc4"),
+    "bubble": Label("pipeline bubble", "stages wait for each other and for the slowest", "#9b4a90"),
+    "imbalance": Label("uneven stages", "stages wait for the slowest", "#b87aae"),
+    "launches": Label("kernel launches", "kernels shorter than their launch", "#cfa3c8"),
+    "offload": Label("exposed offload", "transfers to and from the host that compute does not overlap", "#d9a06b"),
+    "update": Label("optimizer update", "the update of the weights", "#3fa796"),
+    "rest": Label("around the step", "data loading, reading the loss, once per step", "#8fcfc4"),
 }
 """of `Plan.times`, in the order of stacked bars"""
 
 CATEGORIES = {
-    "parameters": Label(name="parameters", meaning="the weights of forward and backward", colour="#1f5fa8"),
-    "master": Label(
-        name="master weights",
-        meaning="fp32 weights of the optimizer, or their low 16 bits",
-        colour="#4a8fd6",
-    ),
-    "gradients": Label(name="gradients", meaning="at the memory peak; accumulated in fp32", colour="#c8551b"),
-    "optimizer": Label(name="optimizer state", meaning="moments of every parameter", colour="#9b4a90"),
-    "versions": Label(
-        name="weight versions", meaning="older weights that an asynchronous schedule needs", colour="#b3d2f2"
-    ),
-    "activations": Label(
-        name="activations", meaning="saved for backward, of all microbatches in flight", colour="#3fa796"
-    ),
-    "working": Label(name="working memory", meaning="temporaries of a running layer", colour="#8fcfc4"),
-    "logits": Label(
-        name="logits",
-        meaning="logits of a chunk of tokens, and their gradients",
-        colour="#f2b632",
-    ),
-    "buffers": Label(
-        name="communication buffers", meaning="prefetched parameters, gradients being reduced", colour="#f0a37a"
-    ),
-    "reserve": Label(
-        name="reserve",
-        meaning="CUDA context and fragmentation",
-        colour="#9aa3b2",
-    ),
+    "parameters": Label("parameters", "the weights of forward and backward", "#1f5fa8"),
+    "master": Label("master weights", "fp32 weights of the optimizer, or their low 16 bits", "#4a8fd6"),
+    "gradients": Label("gradients", "at the memory peak; accumulated in fp32", "#c8551b"),
+    "optimizer": Label("optimizer state", "moments of every parameter", "#9b4a90"),
+    "versions": Label("weight versions", "older weights that an asynchronous schedule needs", "#b3d2f2"),
+    "activations": Label("activations", "saved for backward, of all microbatches in flight", "#3fa796"),
+    "working": Label("working memory", "temporaries of a running layer", "#8fcfc4"),
+    "logits": Label("logits", "logits of a chunk of tokens, and their gradients", "#f2b632"),
+    "buffers": Label("communication buffers", "prefetched parameters, gradients being reduced", "#f0a37a"),
+    "reserve": Label("reserve", "CUDA context and fragmentation", "#9aa3b2"),
 }
 """of `Plan.memory.parts`, in the order of stacked bars"""
 
@@ -130,41 +95,40 @@ DOES_NOT_FIT = "does not fit"
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledBar:
-    """A labelled part of a total."""
-
     label: Label
     value: float
     share: float
     """of the total"""
 
 
+def time_bars(plan: Plan) -> list[tuple[LabelledBar, str]]:
+    """The causes of a step's time with their seconds as text."""
+    bars = labelled_bars(plan.times, CAUSES)
+    return list(zip(bars, format_seconds_aligned([bar.value for bar in bars]), strict=True))
+
+
+def memory_bars(plan: Plan) -> list[tuple[LabelledBar, str]]:
+    """The categories of the fullest rank's memory with their bytes as text."""
+    return [(bar, format_bytes(bar.value)) for bar in labelled_bars(plan.memory.parts, CATEGORIES)]
+
+
 def labelled_bars(parts: Mapping[str, float], labels: Mapping[str, Label]) -> list[LabelledBar]:
     """The parts in the order of the labels; negligible ones together at the end."""
     total = sum(parts.values()) or 1.0
     order = [*(name for name in labels if name in parts), *(name for name in parts if name not in labels)]
-    found = [
-        LabelledBar(label=labels.get(name) or _default_label(name), value=parts[name], share=parts[name] / total)
-        for name in order
-        if parts[name] / total >= NEGLIGIBLE
-    ]
-    rest = [name for name in order if 0 < parts[name] / total < NEGLIGIBLE]
-    value = sum(parts[name] for name in rest)
+    labels = {name: labels.get(name) or Label(name.replace("_", " "), "", OTHER) for name in order}
+    large = [name for name in order if parts[name] / total >= NEGLIGIBLE]
+    bars = [LabelledBar(label=labels[name], value=parts[name], share=parts[name] / total) for name in large]
+    small = [name for name in order if 0 < parts[name] / total < NEGLIGIBLE]
+    value = sum(parts[name] for name in small)
     if value / total >= NEGLIGIBLE:
-        listed = ", ".join((labels.get(name) or _default_label(name)).name for name in rest)
-        label = Label(name="smaller parts", meaning=listed, colour=OTHER)
-        found.append(LabelledBar(label=label, value=value, share=value / total))
-    return found
+        label = Label("smaller parts", ", ".join(labels[name].name for name in small), OTHER)
+        bars.append(LabelledBar(label=label, value=value, share=value / total))
+    return bars
 
 
-def _default_label(name: str) -> Label:
-    return Label(name=name.replace("_", " "), meaning="", colour=OTHER)
-
-
-def largest_first(found: list[LabelledBar]) -> list[LabelledBar]:
-    return sorted(found, key=lambda bar: -bar.value)
-
-
-# -- numbers ----------------------------------------------------------------------------------------------------------
+def largest_first(bars: Iterable[tuple[LabelledBar, str]]) -> list[tuple[LabelledBar, str]]:
+    return sorted(bars, key=lambda labelled: -labelled[0].value)
 
 
 def format_interval(plan: Plan) -> str:
@@ -180,15 +144,21 @@ def memory_share(plan: Plan) -> float:
 
 
 def describe_request(plan: Plan) -> str:
-    """The model, cluster and batch of a plan."""
-    case = plan.scenario
-    devices = "" if case.cluster.name.startswith(f"{case.cluster.devices}x") else f" ({case.cluster.devices} devices)"
+    scenario, shape, cluster = plan.scenario, plan.scenario.shape, plan.scenario.cluster
+    devices = "" if cluster.name.startswith(f"{cluster.devices}x") else f" ({cluster.devices} devices)"
     sequences = "sequence" if plan.layout.batch == 1 else "sequences"
-    parameters = format_count(case.shape.parameters).replace("G", "B")
     return (
-        f"{case.shape.name} ({parameters} parameters) on {case.cluster.name}{devices}, "
-        f"{plan.layout.batch} {sequences} of {case.seq_len} tokens a step, {case.precision}"
+        f"{shape.name} ({_billions(shape.parameters)} parameters) on {cluster.name}{devices}, "
+        f"{plan.layout.batch} {sequences} of {scenario.seq_len} tokens a step, {scenario.precision}"
     )
+
+
+def _billions(count: float) -> str:
+    return format_count(count).replace("G", "B")
+
+
+def describe_memory(plan: Plan) -> str:
+    return f"{format_bytes(plan.memory.total)} of {format_bytes(plan.scenario.cluster.memory)}"
 
 
 def describe_fullest_rank(plan: Plan) -> str:
@@ -201,35 +171,29 @@ def describe_fullest_rank(plan: Plan) -> str:
 
 
 def warning_marks(plan: Plan) -> list[tuple[str, str]]:
-    """Warnings with their colours."""
-    found = [] if plan.runnable else [(PLAN_ONLY, "yellow")]
-    return found if plan.fits else [*found, (DOES_NOT_FIT, "red")]
+    marks = [(PLAN_ONLY, "yellow", plan.runnable), (DOES_NOT_FIT, "red", plan.fits)]
+    return [(mark, colour) for mark, colour, fine in marks if not fine]
 
 
 def key_figures(plan: Plan) -> list[tuple[str, str]]:
-    """A plan's numbers, each with its name."""
-    found = [
+    return [
         ("a step", format_seconds(plan.seconds)),
         ("80 % of runs", format_interval(plan)),
         ("tokens/s", format_count(plan.tokens_per_s)),
         ("MFU", percent(plan.mfu)),
-        ("HFU", percent(plan.hfu)),
+        *([("HFU", percent(plan.hfu))] if plan.hfu != plan.mfu else []),
         ("memory", f"{format_bytes(plan.memory.total)}, {100 * memory_share(plan):.0f} %"),
         ("bubble", percent(plan.bubble)),
+        *(_moe_figures(plan) if plan.scenario.shape.experts else []),
     ]
-    found = [(name, value) for name, value in found if name != "HFU" or plan.hfu != plan.mfu]
-    return [*found, *_moe_figures(plan)] if plan.scenario.shape.experts else found
 
 
 def _moe_figures(plan: Plan) -> Iterator[tuple[str, str]]:
-    case = plan.scenario
-    total, active = (
-        format_count(count).replace("G", "B") for count in (case.shape.parameters, case.shape.active_parameters)
-    )
-    yield "active", f"{active} of {total} parameters"
+    scenario, shape = plan.scenario, plan.scenario.shape
+    yield "active", f"{_billions(shape.active_parameters)} of {_billions(shape.parameters)} parameters"
     if plan.layout.ep > 1:
-        yield "to experts", f"{all_to_all_bytes_per_token(case) / 2**10:,.0f} KiB a token and layer"
-        yield "imbalance", f"{case.imbalance:g} (assumed)"
+        yield "to experts", f"{all_to_all_bytes_per_token(scenario) / 2**10:,.0f} KiB a token and layer"
+        yield "imbalance", f"{scenario.imbalance:g} (assumed)"
 
 
 def all_reasons(plan: Plan, explanation: Sequence[str] = ()) -> list[str]:

@@ -16,7 +16,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from echelon.draw.number_format import format_bytes, format_count, format_seconds, format_seconds_aligned, percent
+from echelon.draw.number_format import format_bytes, format_count, format_seconds, percent
 from echelon.planning.cluster.device_kinds import GIB
 from echelon.planning.priced_plan import Plan, memory_by_stage
 from echelon.planning.show import plan_labels
@@ -66,8 +66,6 @@ class _PlanReport:
 
 @dataclass(frozen=True, kw_only=True)
 class _ConsoleWriter:
-    """Draws for one console."""
-
     width: int
     is_ascii: bool
 
@@ -77,68 +75,49 @@ class _ConsoleWriter:
     def table(self, plans: Sequence[Plan]) -> Iterator[RenderableType]:
         """One row for each plan; columns that do not fit are left out, from the right."""
         first = len(str(len(plans)))
-        columns = dict(WIDE)
-        on_one_line = self._layout_width(first, columns) >= WIDE_LAYOUT
-        if not on_one_line:
-            columns = dict(NARROW)
+        on_one_line = self._layout_width(first, WIDE) >= WIDE_LAYOUT
+        columns = dict(WIDE if on_one_line else NARROW)
         while len(columns) > 1 and self._layout_width(first, columns) < NARROW_LAYOUT:
             columns.popitem()
         width = max(8, min(self._layout_width(first, columns), max(len(str(plan.layout)) for plan in plans)))
-        table = Table(
-            box=ASCII_HEAD if self.is_ascii else box.SIMPLE_HEAD,
-            padding=(0, 0, 0, 1),
-            pad_edge=False,
-            show_edge=False,
-            border_style="dim",
-        )
+        head = ASCII_HEAD if self.is_ascii else box.SIMPLE_HEAD
+        table = Table(box=head, padding=(0, 0, 0, 1), pad_edge=False, show_edge=False, border_style="dim")
         table.add_column("", justify="right", no_wrap=True)
         table.add_column("layout", no_wrap=True, width=width)
         for name in columns:
             table.add_column(name, justify="left" if name == "memory" else "right", no_wrap=True)
         for number, plan in enumerate(plans):
             cells = self._cells(plan, on_one_line)
-            table.add_row(
-                Text(str(number + 1), style="bold green" if number == 0 else "dim"),
-                self._layout(plan, width, is_best=number == 0),
-                *(cells[name] for name in columns),
-            )
+            rank = Text(str(number + 1), style="bold green" if number == 0 else "dim")
+            table.add_row(rank, self._layout(plan, width, is_best=number == 0), *(cells[name] for name in columns))
         yield Text()
         yield table
         yield Text()
 
     def _layout_width(self, first: int, columns: dict[str, int]) -> int:
-        """That the layout has, of what two columns between columns leave."""
+        """Columns that the others leave to the layout, with two between each."""
         return self.width - first - 2 - sum(columns.values()) - 2 * len(columns)
 
     def _layout(self, plan: Plan, width: int, *, is_best: bool) -> Text:
-        text = Text("\n").join(
-            Text(line, style="bold" if is_best else "") for line in fold_layout(str(plan.layout), width)
-        )
+        style = "bold" if is_best else ""
+        text = Text("\n").join(Text(line, style=style) for line in fold_layout(str(plan.layout), width))
         column = len(text.plain.rpartition("\n")[2])
-        for mark, style in plan_labels.warning_marks(plan):
-            is_beside = column + 2 + len(mark) <= width
-            text.append("  " if is_beside else "\n").append(mark, style=style)
-            column = (column + 2 if is_beside else 0) + len(mark)
+        for mark, colour in plan_labels.warning_marks(plan):
+            fits_line = column + 2 + len(mark) <= width
+            text.append("  " if fits_line else "\n").append(mark, style=colour)
+            column = (column + 2 if fits_line else 0) + len(mark)
         return text
 
     def _cells(self, plan: Plan, on_one_line: bool) -> dict[str, Text]:
         between = "  " if on_one_line else "\n"
+        interval, size = self.to_ascii(plan_labels.format_interval(plan)), format_bytes(plan.memory.total)
         share = plan_labels.memory_share(plan)
         style = "red" if not plan.fits else "yellow" if share > plan_labels.NEARLY_FULL else "green"
         return {
-            "step": Text.assemble(
-                (format_seconds(plan.seconds), "bold"),
-                between,
-                (self.to_ascii(plan_labels.format_interval(plan)), "dim"),
-            ),
+            "step": Text.assemble((format_seconds(plan.seconds), "bold"), between, (interval, "dim")),
             "tokens/s": Text(format_count(plan.tokens_per_s)),
             "MFU": Text(percent(plan.mfu)),
-            "memory": Text.assemble(
-                format_bytes(plan.memory.total),
-                between,
-                (self._gauge(share), style),
-                f" {100 * share:.0f} %",
-            ),
+            "memory": Text.assemble(size, between, (self._gauge(share), style), f" {100 * share:.0f} %"),
             "bubble": Text(percent(plan.bubble)),
         }
 
@@ -153,15 +132,10 @@ class _ConsoleWriter:
         figures = ", ".join(f"{name} {value}" for name, value in plan_labels.key_figures(plan))
         yield Text(self.to_ascii(figures), style="dim")
         yield Text("\ntime of a step by cause", style="bold cyan")
-        causes = plan_labels.largest_first(plan_labels.labelled_bars(plan.times, plan_labels.CAUSES))
-        yield self._bars(causes, format_seconds_aligned([bar.value for bar in causes]))
-        of = f"{format_bytes(plan.memory.total)} of {format_bytes(plan.scenario.cluster.memory)}"
-        yield Text(
-            f"\nmemory of {plan_labels.describe_fullest_rank(plan)}: {of}",
-            style="bold cyan" if plan.fits else "bold red",
-        )
-        categories = plan_labels.largest_first(plan_labels.labelled_bars(plan.memory.parts, plan_labels.CATEGORIES))
-        yield self._bars(categories, [format_bytes(bar.value) for bar in categories])
+        yield self._bars(plan_labels.largest_first(plan_labels.time_bars(plan)))
+        memory = f"\nmemory of {plan_labels.describe_fullest_rank(plan)}: {plan_labels.describe_memory(plan)}"
+        yield Text(memory, style="bold cyan" if plan.fits else "bold red")
+        yield self._bars(plan_labels.largest_first(plan_labels.memory_bars(plan)))
         if 1 < plan.layout.pp <= MOST_STAGES:
             yield Text("\nGiB on a rank of each stage", style="bold cyan")
             yield self._stages(plan)
@@ -183,15 +157,15 @@ class _ConsoleWriter:
         table.add_row("  together", *(f"{rank.total / GIB:.1f}" for rank in ranks), style="bold")
         return table
 
-    def _bars(self, bars: Sequence[plan_labels.LabelledBar], values: Sequence[str]) -> Table:
-        longest = max((len(bar.label.name) for bar in bars), default=0)
-        width = self.width - longest - max(map(len, values), default=0) - 7 - 8
-        most = max((bar.value for bar in bars), default=1.0)
+    def _bars(self, bars: Sequence[tuple[plan_labels.LabelledBar, str]]) -> Table:
+        longest = max((len(bar.label.name) for bar, _ in bars), default=0)
+        width = self.width - longest - max((len(value) for _, value in bars), default=0) - 7 - 8
+        most = max((bar.value for bar, _ in bars), default=1.0)
         table = Table.grid(padding=(0, 2), pad_edge=False)
         table.add_column(no_wrap=False)
         for justify in ("right", "right", "left"):
             table.add_column(no_wrap=True, justify=justify)
-        for bar, value in zip(bars, values, strict=True):
+        for bar, value in bars:
             long = self._bar(bar.value / most, min(60, width)) if width >= 4 else ""
             share = f"{100 * bar.share:.1f} %"
             table.add_row(f"  {bar.label.name}", Text(value, style="bold"), share, Text(long, style=bar.label.colour))

@@ -21,16 +21,15 @@ NEGLIGIBLE = 0.05
 """GiB that are not worth a number"""
 
 
-def savings_report(plan: Plan, found: Sequence[MemorySaving]) -> RenderableType:
-    """For the plan as it is, and every technique beside it."""
-    shown = [name for name in SAVING_CATEGORIES if any(abs(one.saved[name]) >= NEGLIGIBLE * GIB for one in found)]
-    marks = dict(zip(dict.fromkeys(one.training_effect for one in found if one.training_effect), MARKS, strict=False))
+def savings_report(plan: Plan, savings: Sequence[MemorySaving]) -> RenderableType:
+    shown = [name for name in SAVING_CATEGORIES if any(abs(one.saved[name]) >= NEGLIGIBLE * GIB for one in savings)]
+    marks = dict(zip(dict.fromkeys(one.training_effect for one in savings if one.training_effect), MARKS, strict=False))
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, border_style="dim")
     table.add_column("technique", no_wrap=True)
     for name in (*shown, "all", "step"):
         table.add_column(SHORT.get(name, name), justify="right", no_wrap=True)
     table.add_column("then", no_wrap=True)
-    for one in found:
+    for one in savings:
         share = one.added_seconds / plan.seconds
         table.add_row(
             one.technique + marks.get(one.training_effect, ""),
@@ -53,8 +52,6 @@ def format_change(share: float) -> str:
 
 
 def format_fit(one: MemorySaving) -> str:
-    """Whether it fits."""
     over = one.plan.memory.total - one.plan.scenario.cluster.memory
-    return ("fits" if one.plan.fits else f"{format_bytes(over)} too much") + (
-        "" if one.plan.runnable else ", plan only"
-    )
+    fit = "fits" if one.plan.fits else f"{format_bytes(over)} too much"
+    return fit if one.plan.runnable else f"{fit}, plan only"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from itertools import pairwise
 
+from echelon.draw import svg_writer
 from echelon.draw.number_format import format_bytes, format_time, percent, ticks
 from echelon.pipeline.actions import ActionKind
 from echelon.pipeline.draw import action_colours, as_svg
@@ -29,7 +30,7 @@ INKS = {
     "#c3c9d4": "line",
 }
 """colours of a picture of a schedule that are others in the dark, by the names that `plan.html` gives them"""
-HEIGHT = 100.0
+WIDTH, HEIGHT = 1000.0, 100.0
 
 Curve = Sequence[tuple[float, float]]
 """(seconds, bytes)"""
@@ -46,17 +47,13 @@ def pipeline_picture(plan: Plan, number: int) -> str:
     if plan.layout.pp == 1:
         return ""
     count, all_of_them = num_drawn_microbatches(plan), plan.layout.accumulate
-    note = (
-        f"Drawn with {count} of the step's {all_of_them} microbatches. "
-        f"The full step is longer, and its bubble is {percent(plan.bubble)}."
-    )
+    drawn = f"Drawn with {count} of the step's {all_of_them} microbatches."
+    note = f"{drawn} The full step is longer, and its bubble is {percent(plan.bubble)}."
     caption = f'<p class="quiet">{note}</p>' if count < all_of_them else ""
     picture = as_svg(step_timeline(plan.scenario, microbatches=count), in_seconds=True)
-    before, opening, rest = picture.partition("<style>")
-    style, closing, after = rest.partition("</style>")
+    before, style, after = re.split("(?<=<style>)|(?=</style>)", picture, maxsplit=2)
     scoped = re.sub(r"\.(\w+)\{", rf"#pipeline-{number} .\1{{", style)
-    drawn = before + opening + scoped + closing + after
-    return f'{caption}<div class="picture" id="pipeline-{number}" tabindex="0">{drawn}</div>'
+    return f'{caption}<div class="picture" id="pipeline-{number}" tabindex="0">{before}{scoped}{after}</div>'
 
 
 def dark_mode_style() -> str:
@@ -75,9 +72,9 @@ def memory_curve(plan: Plan) -> tuple[Curve, int]:
         return _ramps(plan, count := min(layout.accumulate, MICROBATCHES)), count
     is_long = 3 * layout.pp * layout.vpp * layout.accumulate > ACTIONS
     count = min(layout.accumulate, max(2 * layout.pp, MICROBATCHES)) if is_long else layout.accumulate
-    found = memory_over_time(with_layout_keys(plan.scenario, accumulate=count), plan.memory.stage)
-    corners = [found[0]]
-    for (_, before), (second, level) in pairwise(found):
+    levels = memory_over_time(with_layout_keys(plan.scenario, accumulate=count), plan.memory.stage)
+    corners = [levels[0]]
+    for (_, before), (second, level) in pairwise(levels):
         corners += [(second, before), (second, level)]
     return corners, count
 
@@ -86,45 +83,45 @@ def _ramps(plan: Plan, count: int) -> Curve:
     """Without a pipeline: activations grow through every forward, and go through its backward."""
     high = float(plan.memory.total)
     low = high - plan.memory.parts.get("activations", 0)
-    line = step_timeline(plan.scenario, microbatches=count)
-    found = [(0.0, low)]
-    for action, _, end in line.spans(0):
-        if action.kind is ActionKind.FORWARD or action.kind in RELEASING_KINDS:
-            found.append((end, high if action.kind is ActionKind.FORWARD else low))
-    return found
+    level = {ActionKind.FORWARD: high, **dict.fromkeys(RELEASING_KINDS, low)}
+    spans = step_timeline(plan.scenario, microbatches=count).spans(0)
+    return [(0.0, low), *((end, level[action.kind]) for action, _, end in spans if action.kind in level)]
 
 
 def memory_picture(plan: Plan) -> str:
     """Memory over time: what stays, what comes and goes, and the device's limit."""
-    corners, count = memory_curve(plan)
-    end = corners[-1][0] or 1.0
-    limit = plan.scenario.cluster.memory
+    (corners, count), rank = memory_curve(plan), plan_labels.describe_fullest_rank(plan)
+    end, limit = corners[-1][0] or 1.0, plan.scenario.cluster.memory
     top = 1.08 * max(limit, *(level for _, level in corners))
     still = plan.memory.total - plan.memory.parts.get("activations", 0)
 
     def up(level: float) -> float:
         return HEIGHT * (1 - level / top)
 
-    points = " ".join(f"{1000 * second / end:.1f},{up(level):.2f}" for second, level in corners)
+    def level_line(level: float, css_class: str) -> str:
+        return f'<path class="{css_class}" d="M0 {up(level):.2f}H{WIDTH:g}"/>'
+
+    points = " ".join(f"{WIDTH * second / end:.1f},{up(level):.2f}" for second, level in corners)
     marks = [tick for tick in ticks(top / GIB, 6) if tick * GIB < top]
-    lines = "".join(f'<path class="rule" d="M0 {up(tick * GIB):.2f}H1000"/>' for tick in marks)
+    title = f"memory of {rank} through a step, at most {format_bytes(plan.memory.total)}"
+    elements = [
+        *(level_line(tick * GIB, "rule") for tick in marks),
+        f'<polygon class="moving" points="0,{HEIGHT:g} {points} {WIDTH:g},{HEIGHT:g}"/>',
+        f'<rect class="still" y="{up(still):.2f}" width="{WIDTH:g}" height="{HEIGHT - up(still):.2f}"/>',
+        f'<polyline class="edge" points="{points}"/>',
+        level_line(limit, "limit"),
+    ]
     labels = "".join(f'<span style="top:{up(tick * GIB):.2f}%">{tick:g} GiB</span>' for tick in marks)
     times = "".join(
         f'<span style="left:{100 * tick / end:.2f}%">{escape(format_time(tick, True))}</span>' for tick in ticks(end, 5)
     )
-    title = (
-        f"memory of {plan_labels.describe_fullest_rank(plan)} through a step, at most {format_bytes(plan.memory.total)}"
-    )
     cut = "" if count == plan.layout.accumulate else f" Drawn with {count} of {plan.layout.accumulate} microbatches."
     return (
         f'<div class="chart"><div class="levels" aria-hidden="true">{labels}</div><div class="plot">'
-        f'<svg viewBox="0 0 1000 {HEIGHT:g}" preserveAspectRatio="none" role="img"><title>{escape(title)}</title>'
-        f'{lines}<polygon class="moving" points="0,{HEIGHT:g} {points} 1000,{HEIGHT:g}"/>'
-        f'<rect class="still" y="{up(still):.2f}" width="1000" height="{HEIGHT - up(still):.2f}"/>'
-        f'<polyline class="edge" points="{points}"/><path class="limit" d="M0 {up(limit):.2f}H1000"/></svg>'
+        f"{svg_writer.stretched(elements, WIDTH, HEIGHT, title=title)}"
         f'<b class="limit" style="top:{up(limit):.2f}%">device: {format_bytes(limit)}</b></div>'
         f'<div class="seconds" aria-hidden="true">{times}</div></div>'
         f'<p class="legend"><span><i class="moving"></i>activations of microbatches in flight</span>'
         f'<span><i class="still"></i>all else, counted as if it stayed</span></p>'
-        f'<p class="quiet">Of {escape(plan_labels.describe_fullest_rank(plan))}.{escape(cut)}</p>'
+        f'<p class="quiet">Of {escape(rank)}.{escape(cut)}</p>'
     )

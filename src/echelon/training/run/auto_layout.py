@@ -16,12 +16,11 @@ from echelon.models import model_config, user_model
 from echelon.models.model_config import ModelConfig
 from echelon.optim import cost
 from echelon.planning.cluster.cluster import Cluster, NodeGroup, local_cluster
-from echelon.planning.cost.param_group_traffic import NUM_MOMENTS
 from echelon.planning.explain.reasons import explain_infeasible
 from echelon.planning.memory_options import MemoryOptions
 from echelon.planning.model.model_sources import config_shape
 from echelon.planning.priced_plan import Plan
-from echelon.planning.scenario import PlanRequest
+from echelon.planning.scenario import NUM_MOMENTS, PlanRequest
 from echelon.planning.search.layout_search import least_memory_plan, search_plans
 
 AUTO = "auto"
