@@ -18,8 +18,6 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
-import numpy as np
-
 INTERLEAVED, ZB_H1, ZB_V, DUALPIPE_V, NO_BUBBLE = range(5)
 """indices of what `bubble_times` returns, and the one behind it; 1f1b is interleaved with one chunk"""
 
@@ -29,6 +27,8 @@ def bubble_times(ranks: Any, microbatches: Any, chunks: Any, forward: Any, micro
 
     `forward`, `microbatch` (forward and backward) and `weight_grad` are seconds of one microbatch on a rank.
     """
+    import numpy as np  # slow, and `train --keys` reads the schedules without it
+
     input_grad = microbatch - forward - weight_grad
     unfilled = np.maximum(ranks - microbatches, 0) * (chunks - 1)
     traversal = (ranks - 1) * (forward + input_grad) - (microbatches - 1) * forward
