@@ -95,8 +95,13 @@ class LanguageModel(nn.Module):
         self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None
     ) -> AttentionContext:
         """Positions, attention mask and RoPE angles of a batch."""
-        positions = document_positions(tokens, documents) if positions is None else positions
+        positions = self.token_positions(tokens, documents) if positions is None else positions
         return AttentionContext(positions, documents, self.config.causal, self.rope(positions))
+
+    @staticmethod
+    def token_positions(tokens: Tensor, documents: Tensor | None) -> Tensor:
+        """[1 or B, T]: position of each token in its document; context parallelism reads it too."""
+        return document_positions(tokens, documents)
 
     def rope(self, positions: Tensor) -> Rotation | None:
         """RoPE angles of the positions; none: the embedding has the positions."""
