@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from echelon import data, models
 from echelon.config.lr_schedule import learning_rate
 from echelon.config.run_config import Config
-from echelon.config.sections import OptimizerConfig, ScheduleConfig
+from echelon.config.sections import LRScheduleConfig, OptimizerConfig
 from echelon.data.token_file import IntArray
 from echelon.models.model_config import ModelConfig
 from echelon.models.moe_config import MoEConfig
@@ -127,7 +127,7 @@ class Losses:
 def train(shape: ModelConfig, dataset: data.TokenDataset, asked: argparse.Namespace) -> Result:
     seed = dataset.seed
     options = ParallelOptions(device=torch.device(asked.device), compute_dtype=getattr(torch, asked.dtype), seed=seed)
-    config = Config(optimizer=OptimizerConfig(lr=asked.lr), schedule=ScheduleConfig(warmup=asked.warmup))
+    config = Config(optimizer=OptimizerConfig(lr=asked.lr), schedule=LRScheduleConfig(warmup=asked.warmup))
     engine = Engine(models.build(shape, "meta"), "", config.optimizer, clip=config.clip, options=options)
     engine.model.train()
     losses, loads = Losses(engine.model.get_submodule("head")), []

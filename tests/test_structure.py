@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -14,6 +16,9 @@ SOURCE = ROOT / "src" / "echelon"
 MODULES = sorted(SOURCE.rglob("*.py"))
 MAX_MODULES, MIN_LINES, MAX_LINES = 20, 25, 600
 MAY_REPEAT = {"cost.py", "__init__.py"}
+PYTHON_FOLDERS = ("src", "docs", "tests", "bench", "examples")
+PLACEHOLDERS = ("file.py", "module.py", "my_model.py")
+"""names that stand for a user's file"""
 BANNED = ("by chance", "told", "nobody", "so many", "let go", "goes on", "made again", "is less than none")
 """phrases that the field's words replace (glossary)"""
 
@@ -49,14 +54,27 @@ def test_modules_hold_one_idea_each() -> None:
     assert {name: n for name, n in lines.items() if not MIN_LINES <= n <= MAX_LINES} == {}
 
 
+def test_files_that_docstrings_and_comments_name_exist() -> None:
+    files = [path.as_posix() for name in PYTHON_FOLDERS for path in (ROOT / name).rglob("*.py")]
+    stale = [
+        f"{path.relative_to(ROOT)}:{token.start[0]} {name}"
+        for path in MODULES
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
+        if token.type == tokenize.COMMENT or token.string.startswith('"""')
+        for name in re.findall(r"[\w/]*\w\.py\b", token.string)
+        if name not in PLACEHOLDERS and not any(file.endswith(f"/{name}") for file in files)
+    ]
+    assert stale == []
+
+
 @pytest.mark.parametrize("phrase", BANNED)
 def test_the_glossary_is_followed(phrase: str) -> None:
     # Also inside identifiers: an underscore ends a word.
     pattern = re.compile("(?<![a-z])" + phrase.replace(" ", r"[\s#_]+") + "(?![a-z])", re.IGNORECASE)
     texts = [
         path
-        for folder in (SOURCE, *(ROOT / name for name in ("docs", "tests", "bench", "examples")))
-        for path in folder.rglob("*")
+        for name in PYTHON_FOLDERS
+        for path in (ROOT / name).rglob("*")
         if path.suffix in (".py", ".md", ".html", ".svg") and path != Path(__file__)
     ]
     found = [

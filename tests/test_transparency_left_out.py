@@ -13,6 +13,7 @@ from echelon.layout import Layout
 from echelon.models import model_config
 from echelon.models.model_config import ModelConfig
 from echelon.parallel.dp import sync_batchnorm
+from echelon.parallel.partial_gradients import PartialGradients
 from echelon.training import grad_norm
 from echelon.verification import verifier
 from echelon.verification.compare import RankReport, run_and_compare
@@ -156,12 +157,12 @@ def test_a_data_parallel_pipeline_without_its_reduction(pool: RankPool, schedule
 
 def without_partial_sums(case: VerifyCase, layout: str, leave_out: str, truth: Path) -> RankReport:
     """On a rank: gradients of which each tp rank has a part are not summed."""
-    whole = grad_norm.PartialGradients.all_reduce
-    grad_norm.PartialGradients.all_reduce = lambda *_: None
+    whole = PartialGradients.all_reduce
+    PartialGradients.all_reduce = lambda *_: None
     try:
         return run_and_compare(case, layout, leave_out, truth)
     finally:
-        grad_norm.PartialGradients.all_reduce = whole
+        PartialGradients.all_reduce = whole
 
 
 def without_batch_statistics(case: VerifyCase, layout: str, leave_out: str, truth: Path) -> RankReport:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.config.run_config import Config
-from echelon.config.sections import DataConfig, OptimizerConfig, ScheduleConfig
+from echelon.config.sections import DataConfig, LRScheduleConfig, OptimizerConfig
 from echelon.layout.validation_error import ValidationError
 
 
@@ -250,7 +250,7 @@ def test_issues_of_the_layout_are_part_of_the_same_report():
         Config(),
         Config(layout="dp=2,tp=2", dropout=0.1, tied=False, run="out/x"),
         Config(optimizer=OptimizerConfig(name="sgd", lr=1e-9, momentum=0.9)),
-        Config(schedule=ScheduleConfig(name="wsd", warmup=0, decay=0.5)),
+        Config(schedule=LRScheduleConfig(name="wsd", warmup=0, decay=0.5)),
         Config(data=DataConfig(path=("a b", 'c"\\d'), weights=(1.0, 2.5))),
     ],
 )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cpu_clock import cpu_seconds
 
-from echelon.data import TokenDataset, TokenWriter, batch_indices, rank_indices
+from echelon.data import TokenDataset, TokenWriter, rank_indices, sample_indices_of_step
 
 SAMPLES, SEQ_LEN, BATCH, STOP = 1_000_000, 2, 12, 7
 
@@ -51,7 +51,7 @@ def test_stopped_and_resumed_is_uninterrupted(path: Path, dp: int, epoch: int, w
 def test_none_twice_none_lost_over_two_epochs(path: Path, dp: int) -> None:
     data = TokenDataset([path], (), SEQ_LEN, 42)
     position = STOP * BATCH
-    assert position == batch_indices(STOP, BATCH).start
+    assert position == sample_indices_of_step(STOP, BATCH).start
     parts = [np.array(rank_indices(range(position), rank, 4)) for rank in range(4)]
     rest = 2 * SAMPLES - position - (2 * SAMPLES - position) % dp
     parts += [np.array(rank_indices(range(position, position + rest), rank, dp)) for rank in range(dp)]

@@ -4,7 +4,7 @@ from cpu_clock import cpu_seconds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.data import batch_indices, epoch_and_sample, rank_indices
+from echelon.data import epoch_and_sample, rank_indices, sample_indices_of_step
 
 SEEDS = st.integers(-(1 << 70), 1 << 70)
 
@@ -72,7 +72,7 @@ def test_a_far_index_costs_no_more() -> None:
 
 
 def test_batches_and_ranks_tile_the_order() -> None:
-    assert batch_indices(3, 12) == range(36, 48)
+    assert sample_indices_of_step(3, 12) == range(36, 48)
     for num_ranks in (1, 2, 3, 4, 6, 12):
         blocks = [list(rank_indices(range(36, 48), rank, num_ranks)) for rank in range(num_ranks)]
         assert [index for block in blocks for index in block] == list(range(36, 48))

@@ -38,8 +38,8 @@ def test_a_token_that_comes_first_wins_a_tie() -> None:
 
 
 def test_rounding_of_the_share_is_exact() -> None:
-    assert ExpertChoice(4, 10, 0.7).tokens_per_expert(100) == 7
-    assert ExpertChoice(4, 8, 2.0).tokens_per_expert(33) == 8
+    assert ExpertChoice(4, 10, 0.7).expert_capacity(100) == 7
+    assert ExpertChoice(4, 8, 2.0).expert_capacity(33) == 8
 
 
 @pytest.mark.parametrize("c", [0, -1, 5])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from echelon.moe.gates.expert_selection import expert_capacity, positions_in_expert, scatter_dense, stable_top_k
-from echelon.moe.routing import count_assignments
+from echelon.moe.routing import count_tokens_per_expert
 from tests.moe.reference import accounted, dense, gate, tokens
 
 NAMES = [("mixtral", 2), ("gshard", 2), ("expert-choice", 2), ("switch", 1)]
@@ -80,7 +80,8 @@ def by_hand(row: Tensor) -> list[int]:
 def test_places_count_those_before(num: int) -> None:
     experts = torch.randint(num + 1, (4, 40), generator=torch.Generator().manual_seed(num))
     assert positions_in_expert(experts, num).tolist() == [by_hand(row) for row in experts]
-    assert count_assignments(experts, num).tolist() == [[int((row == e).sum()) for e in range(num)] for row in experts]
+    counts = [[int((row == expert).sum()) for expert in range(num)] for row in experts]
+    assert count_tokens_per_expert(experts, num).tolist() == counts
 
 
 @pytest.mark.parametrize(

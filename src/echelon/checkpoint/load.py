@@ -1,5 +1,7 @@
 """Loading a checkpoint on any layout: every rank reads the bytes of its own slices, and no others.
 
+This is how a checkpoint is resharded: the stored slices of one layout are intersected with those of another.
+
 [Note: what is checked, and when]
 
     before    index.json against its digest; names, dtypes and shapes both ways; every file's size and header

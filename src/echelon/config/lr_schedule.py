@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 
 from echelon.config.run_config import Config
-from echelon.config.sections import ScheduleConfig
+from echelon.config.sections import LRScheduleConfig
 
 
 def learning_rate(step: int, total: int, config: Config) -> float:
@@ -21,7 +21,7 @@ def learning_rate(step: int, total: int, config: Config) -> float:
     return config.optimizer.lr * lr_factor(step, total, config.schedule)
 
 
-def lr_factor(step: int, total: int, schedule: ScheduleConfig) -> float:
+def lr_factor(step: int, total: int, schedule: LRScheduleConfig) -> float:
     """Return the fraction of the peak, in (0, 1] where `schedule.final` is above 0.
 
     The warm-up starts above 0, the peak is reached at step `warmup`, and the last step of a decay is exactly `final`.
@@ -33,13 +33,13 @@ def lr_factor(step: int, total: int, schedule: ScheduleConfig) -> float:
     return min(rising, LR_SHAPES[schedule.name](step, total, schedule))
 
 
-def _cosine(step: int, total: int, schedule: ScheduleConfig) -> float:
+def _cosine(step: int, total: int, schedule: LRScheduleConfig) -> float:
     progress = (step - schedule.warmup) / max(1, total - 1 - schedule.warmup)
     fall = 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, progress))))
     return schedule.final + (1 - schedule.final) * fall
 
 
-def _wsd(step: int, total: int, schedule: ScheduleConfig) -> float:
+def _wsd(step: int, total: int, schedule: LRScheduleConfig) -> float:
     decaying = round(schedule.decay * total)
     left = max(0, total - 1 - step)
     if left >= decaying:
@@ -47,7 +47,7 @@ def _wsd(step: int, total: int, schedule: ScheduleConfig) -> float:
     return schedule.final + (1 - schedule.final) * left / decaying
 
 
-LR_SHAPES: dict[str, Callable[[int, int, ScheduleConfig], float]] = {
+LR_SHAPES: dict[str, Callable[[int, int, LRScheduleConfig], float]] = {
     "cosine": _cosine,
     "wsd": _wsd,
     "constant": lambda step, total, schedule: 1.0,

@@ -52,7 +52,7 @@ class Config:
     compress: Literal["none", "lossless", "lossless+fp16", "lossless+fp8", "lossless+int8"] = "none"
     """Compression of saved activations: none, lossless, or lossless with values in fewer bits."""
     optimizer: sections.OptimizerConfig = field(default_factory=sections.OptimizerConfig)
-    schedule: sections.ScheduleConfig = field(default_factory=sections.ScheduleConfig)
+    schedule: sections.LRScheduleConfig = field(default_factory=sections.LRScheduleConfig)
     clip: Annotated[float, AT_LEAST_0] = 1.0
     """Largest gradient norm; 0 turns clipping off."""
     eval: sections.EvalConfig = field(default_factory=sections.EvalConfig)

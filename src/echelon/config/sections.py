@@ -58,7 +58,7 @@ class OptimizerConfig(UpdateRule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
+class LRScheduleConfig:
     name: Literal["cosine", "wsd", "constant"] = "cosine"
     """Shape after the warm-up: half a cosine, constant then linear decay (wsd), or constant."""
     warmup: Annotated[int, AT_LEAST_0] = 20

@@ -2,7 +2,7 @@
 
 from echelon.data.blended_dataset import SourceBlend
 from echelon.data.default_corpus import default_corpus
-from echelon.data.sample_order import batch_indices, epoch_and_sample, rank_indices
+from echelon.data.sample_order import epoch_and_sample, rank_indices, sample_indices_of_step
 from echelon.data.token_cache import prepare_token_file
 from echelon.data.token_dataset import NO_TARGET, SampleLocation, TokenDataset
 from echelon.data.token_file import TokenFile, TokenFileError, TokenWriter, is_token_file
@@ -22,13 +22,13 @@ __all__ = [
     "TokenWriter",
     "Tokenizer",
     "TokenizerError",
-    "batch_indices",
     "default_corpus",
     "epoch_and_sample",
     "is_token_file",
     "load_tokenizer",
     "prepare_token_file",
     "rank_indices",
+    "sample_indices_of_step",
     "text_files",
     "tokenize",
 ]

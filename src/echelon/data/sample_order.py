@@ -39,7 +39,7 @@ def epoch_and_sample(index: AnyIntArray, *, num_samples: int, seed: int, stream:
     return epoch, feistel_permute(index % num_samples, num_samples, key)
 
 
-def batch_indices(step: int, batch: int) -> range:
+def sample_indices_of_step(step: int, batch: int) -> range:
     """The global sample indices of one step; `batch` counts sequences over all ranks."""
     return range(step * batch, (step + 1) * batch)
 

@@ -80,7 +80,7 @@ def token_choice_routing(
         experts=torch.where(sent, experts, num_experts).flatten(),
         weights=torch.where(sent, weights, 0).flatten(),
         loss=loss,
-        load=count_assignments(experts.flatten(), num_experts),
+        load=count_tokens_per_expert(experts.flatten(), num_experts),
         dropped=(made & ~sent).sum(),
         num_tokens=groups * tokens,
         choices_per_token=k,
@@ -97,13 +97,13 @@ def expert_choice_routing(tokens: Tensor, weights: Tensor, num_tokens: int) -> R
         experts=experts,
         weights=weights.flatten(),
         loss=weights.new_zeros(groups),
-        load=count_assignments(experts, num_experts),
+        load=count_tokens_per_expert(experts, num_experts),
         dropped=experts.new_zeros(()),
         num_tokens=groups * num_tokens,
     )
 
 
-def count_assignments(experts: Tensor, num_experts: int) -> Tensor:
+def count_tokens_per_expert(experts: Tensor, num_experts: int) -> Tensor:
     """[..., E] int64: occurrences of each expert along the last dim, without `num_experts`."""
     # Integer sums do not depend on their order: deterministic on a GPU too.
     zeros = experts.new_zeros(*experts.shape[:-1], num_experts + 1)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from echelon.moe.routing import Routing, count_assignments
+from echelon.moe.routing import Routing, count_tokens_per_expert
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class TokenPermutation:
             tokens=tokens.index_select(0, order),
             order=order,
             inverse=inverse,
-            counts=count_assignments(experts, num_experts),
+            counts=count_tokens_per_expert(experts, num_experts),
             num_tokens=num_tokens,
             choices_per_token=choices_per_token,
             dropout_keys=None if dropout_keys is None else dropout_keys.index_select(0, order),

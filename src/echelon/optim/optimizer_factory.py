@@ -1,4 +1,7 @@
-"""Builds the optimizer of a rank's shards from an update rule. A new optimizer is a file in rules/ and a case here."""
+"""Builds the optimizer of a rank's shards from an update rule.
+
+A new optimizer is a file in rules/ and a case here; CONTRIBUTING.md lists its name, defaults and costs elsewhere.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`apply`: from a one-device model to one rank's part of a layout. This list is the order of the transforms.
+"""`apply` parallelizes a one-device model: one rank's part of a layout. This list is the order of the transforms.
 
 Each transform belongs to its strategy, which also decides whether the layout asks for it.
 """

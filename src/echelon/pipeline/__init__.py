@@ -17,7 +17,7 @@ partition.py          which layers go to which stage; layer_profile.py: the cost
 With torch:
 
 execution/            stage_assignment.py (before the model is laid out), pipeline.py and runtime.py (after), p2p.py,
-                      split_backward.py (I and W), fsdp_hooks.py (when parameters are gathered), layer_timing.py
+                      split_backward.py (I and W), stage_param_groups.py (when parameters are gathered), layer_timing.py
 async_/               PipeDream and 2BW: a runtime for endless streams, weight stashing
 slices/               TeraPipe: a runtime for slices of a sequence, their lengths
 """

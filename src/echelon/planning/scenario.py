@@ -175,7 +175,7 @@ class Scenario(TrainingSetup):
     def sharding_policy(self) -> ShardingPolicy:
         """The ZeRO policy of the layout; other programs keep all states unsplit."""
         policy = sharding_policy(self.layout, user_loop=self.program == "others")
-        # Each tp rank has a part of the norms' gradients (sequence_parallel.py, grid_parallel.py).
+        # Each tp rank has a part of the norms' gradients (tensor_parallel.py, grid_parallel.py).
         if self.layout.tp > 1 and (self.layout.sp or self.layout.tp_kind != "1d"):
             return replace(policy, accumulates_grads=True)
         return policy

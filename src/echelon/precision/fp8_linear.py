@@ -27,7 +27,7 @@ from echelon import compat
 from echelon.kernels import dispatch
 from echelon.kernels.gemm import fp8_cast
 from echelon.kernels.gemm.fp8_cast import Fp8Matrix, cast_to_fp8, inverse_scale_of
-from echelon.kernels.gemm.fused_linear import ComputeGradient, GradBufferLike, SavedTensors, project
+from echelon.kernels.gemm.fused_linear import ComputeGradient, GradHookLike, SavedTensors, project
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 """more precision; more range"""
@@ -53,12 +53,12 @@ class PerTensorFp8:
         return weight.dtype == torch.bfloat16 and all(size % fp8_cast.GEMM_ALIGNMENT == 0 for size in weight.shape)
 
     def forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, grad_buffer: GradBufferLike, *, recomputed: bool
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, grad_hook: GradHookLike, *, recomputed: bool
     ) -> tuple[Tensor, SavedTensors]:
         by_row, by_column = self._compute_inverse_scales(x, E4M3, columns=not recomputed)
         rows, columns = cast_to_fp8(x, E4M3, row_inverse=by_row, column_inverse=None if recomputed else by_column)
         assert rows is not None
-        y = _scaled_gemm(rows, self._weight_rows(weight, grad_buffer), x.dtype)
+        y = _scaled_gemm(rows, self._weight_rows(weight, grad_hook), x.dtype)
         saved = self._saved_for_recomputed(by_column) if columns is None else (columns.values, columns.inverse_scale)
         return y if bias is None else y.add_(bias), saved
 
@@ -69,13 +69,13 @@ class PerTensorFp8:
         return columns.values, columns.inverse_scale
 
     def backward(
-        self, dy: Tensor, weight: Tensor, grad_buffer: GradBufferLike, needs_input: bool
+        self, dy: Tensor, weight: Tensor, grad_hook: GradHookLike, needs_input: bool
     ) -> tuple[Tensor | None, Callable[[SavedTensors], ComputeGradient]]:
         by_row, by_column = self._compute_inverse_scales(dy, self.gradient_dtype)
         rows, columns = cast_to_fp8(dy, self.gradient_dtype, row_inverse=by_row, column_inverse=by_column)
         assert rows is not None
         assert columns is not None
-        dx = _scaled_gemm(rows, self._weight_columns(weight, grad_buffer), dy.dtype) if needs_input else None
+        dx = _scaled_gemm(rows, self._weight_columns(weight, grad_hook), dy.dtype) if needs_input else None
 
         def weight_gradient(saved: SavedTensors) -> ComputeGradient:
             return lambda out: _scaled_gemm(columns, Fp8Matrix(*saved), dy.dtype, out)
@@ -84,23 +84,23 @@ class PerTensorFp8:
 
     # -- casts --------------------------------------------------------------------------------------------------------
 
-    def _weight_rows(self, weight: Tensor, grad_buffer: GradBufferLike) -> Fp8Matrix:
-        inverse = self._weight_inverse_scales(weight, grad_buffer)[0]
+    def _weight_rows(self, weight: Tensor, grad_hook: GradHookLike) -> Fp8Matrix:
+        inverse = self._weight_inverse_scales(weight, grad_hook)[0]
         rows = self._rows or cast_to_fp8(weight, E4M3, row_inverse=inverse)[0]
         assert rows is not None
         self._rows = rows if self.cache_weights else None
         return rows
 
-    def _weight_columns(self, weight: Tensor, grad_buffer: GradBufferLike) -> Fp8Matrix:
-        inverse = self._weight_inverse_scales(weight, grad_buffer)[1]
+    def _weight_columns(self, weight: Tensor, grad_hook: GradHookLike) -> Fp8Matrix:
+        inverse = self._weight_inverse_scales(weight, grad_hook)[1]
         columns = self._columns or cast_to_fp8(weight, E4M3, column_inverse=inverse)[1]
         assert columns is not None
         self._columns = columns if self.cache_weights else None
         return columns
 
-    def _weight_inverse_scales(self, weight: Tensor, grad_buffer: GradBufferLike) -> tuple[Tensor, Tensor]:
+    def _weight_inverse_scales(self, weight: Tensor, grad_hook: GradHookLike) -> tuple[Tensor, Tensor]:
         """Return the inverse scales of the weight's current version. Without a gradient buffer versions are unknown."""
-        version = (grad_buffer.version, weight.data_ptr()) if grad_buffer is not None else None
+        version = (grad_hook.version, weight.data_ptr()) if grad_hook is not None else None
         if self._inverse_scales is None or version is None or version != self._version:
             self._version, self._rows, self._columns = version, None, None
             self._inverse_scales = self._compute_inverse_scales(weight, E4M3)

@@ -51,6 +51,7 @@ from echelon.parallel.apply import apply
 from echelon.parallel.comm.mesh_axis import world_size
 from echelon.parallel.dp.sharded_model import explain_freed_params
 from echelon.parallel.parallel_options import ParallelOptions
+from echelon.parallel.partial_gradients import PartialGradients
 from echelon.parallel.tp.cost import TransformerSizes
 from echelon.pipeline.execution.pipeline import Pipeline
 from echelon.pipeline.execution.stage_assignment import assign_stages
@@ -60,7 +61,7 @@ from echelon.training import step_comm_volume, step_strategies
 from echelon.training.batch_sharding import Batch, BatchSharder, Microbatch
 from echelon.training.engine_options import validate_engine
 from echelon.training.generate import next_token_logits
-from echelon.training.grad_norm import GradientNorm, PartialGradients, clip_factor
+from echelon.training.grad_norm import GradientNorm, clip_factor
 from echelon.training.guard.nan_debug import NonfiniteLocator, NonfiniteReport
 from echelon.training.logging.expert_load_counter import ExpertLoadCounter, experts_per_moe_layer
 from echelon.training.loss_normalizer import LossNormalizer

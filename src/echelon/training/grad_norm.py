@@ -1,4 +1,4 @@
-"""Gradient norm, clipping and all-reduce of partial gradients: every logical element once, in every layout.
+"""Gradient norm and clipping: every logical element counts once, in every layout.
 
 [Note: which gradient is not finite]
 
@@ -18,11 +18,8 @@ import torch
 from torch import Tensor
 
 from echelon import compat
-from echelon.layout.placement import Piece
-from echelon.parallel.comm.mesh_axis import all_reduce_coalesced
 from echelon.parallel.dp.grad_reduction import flat_norm
 from echelon.parallel.dp.param_group import ParamGroup
-from echelon.parallel.dp.sharded_model import ShardedModel
 from echelon.parallel.parallel_model import ParallelModel
 
 
@@ -121,26 +118,3 @@ def _batch_key(part: GradientSlice) -> tuple[torch.dtype, bool]:
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """Return the factor that brings the gradient norm down to `max_norm`; 0 turns clipping off."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)
-
-
-class PartialGradients:
-    """Gradients of which each rank of an axis holds one summand: all-reduced over it once per step."""
-
-    def __init__(self, parallel: ParallelModel):
-        by_axis: dict[str, list[tuple[ParamGroup, Piece]]] = {}
-        for group, piece in parallel.sharded_model.pieces():
-            for name in piece.param.partial_grad_axes if piece.start < piece.stop else ():
-                by_axis.setdefault(name, []).append((group, piece))
-        # In one order on all ranks.
-        self._by_axis = [(parallel.axes[name], pieces) for name, pieces in sorted(by_axis.items())]
-
-    def all_reduce(self, only: ParamGroup | None = None) -> None:
-        """All-reduce in place, of all parameter groups or one. Gradients on the host travel over the device."""
-        for axis, pieces in self._by_axis:
-            chosen = [(group, piece) for group, piece in pieces if only is None or group is only]
-            grads = [ShardedModel.piece_view(group.grad, piece) for group, piece in chosen]
-            on_device = [grad.to(group.unsharded_param.device) for grad, (group, _) in zip(grads, chosen, strict=True)]
-            all_reduce_coalesced(axis, on_device)
-            for grad, reduced in zip(grads, on_device, strict=True):
-                if grad is not reduced:
-                    grad.copy_(reduced)

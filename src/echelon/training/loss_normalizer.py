@@ -1,4 +1,6 @@
-"""Division of a step's gradients by its number of valid targets, and the loss scale.
+"""Division of a step's gradients by its number of valid targets over dp, cp and pp, and the loss scale.
+
+A target is valid unless it is IGNORE_INDEX: padding, or a token that the data masks.
 
 [Note: the division is part of backward]
 

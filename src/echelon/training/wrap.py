@@ -28,7 +28,8 @@ from echelon.parallel.comm.axis_names import WORLD_AXIS
 from echelon.parallel.comm.mesh_axis import MeshAxis, world_size
 from echelon.parallel.dp.sharded_model import iter_tensors
 from echelon.parallel.parallel_options import ParallelOptions
-from echelon.training.grad_norm import GradientNorm, PartialGradients, clip_factor
+from echelon.parallel.partial_gradients import PartialGradients
+from echelon.training.grad_norm import GradientNorm, clip_factor
 
 
 class WrappedModel(nn.Module):

@@ -25,6 +25,7 @@ from echelon.verification.verify_case import VerifyCase
 from echelon.verification.verify_request import check_leave_out, default_layouts, make_case, parse_layouts
 
 TOLERANCE, TIMEOUT = 1e-10, 120.0
+"""largest `relative_error` that passes, in float64; seconds for each collective"""
 PRELOAD = ("echelon.verification.compare", "echelon.verification.truth")
 """modules that every rank needs, imported once before the pool forks"""
 

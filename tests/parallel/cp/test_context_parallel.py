@@ -19,7 +19,7 @@ from echelon.models import model_config
 from echelon.models.attention import AttentionContext, CoreAttention
 from echelon.models.model_config import ModelConfig
 from echelon.parallel.comm.mesh_axis import MeshAxes
-from echelon.parallel.cp.block_attention import MaskSpec
+from echelon.parallel.cp.cp_attention import MaskSpec
 from echelon.parallel.cp.ring_attention import RingAttention
 from echelon.parallel.cp.zigzag import ZigzagOrder
 from echelon.training.engine import Engine

@@ -22,7 +22,7 @@ from echelon.kernels import dispatch, tensor_metadata
 ComputeGradient = Callable[[Tensor | None], Tensor]
 """computes a gradient into the given tensor, or into a new one"""
 SavedTensors = tuple[Tensor, ...]
-GradBufferLike = Any
+GradHookLike = Any
 """a parameter's `grad_hook`: receives gradients, and its `version` grows with every weight update;
 None where a parameter has none"""
 
@@ -35,7 +35,7 @@ class LinearGemms(Protocol):
         ...
 
     def forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, grad_buffer: GradBufferLike, *, recomputed: bool
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, grad_hook: GradHookLike, *, recomputed: bool
     ) -> tuple[Tensor, SavedTensors]:
         """Return x weight^T + bias, and what the weight gradient needs of x (beside x itself, if x is `recomputed`)."""
         ...
@@ -45,7 +45,7 @@ class LinearGemms(Protocol):
         ...
 
     def backward(
-        self, dy: Tensor, weight: Tensor, grad_buffer: GradBufferLike, needs_input: bool
+        self, dy: Tensor, weight: Tensor, grad_hook: GradHookLike, needs_input: bool
     ) -> tuple[Tensor | None, Callable[[SavedTensors], ComputeGradient]]:
         """Return the gradient of x, and a function from the saved tensors to the weight gradient."""
         ...
@@ -58,7 +58,7 @@ class PlainGemms:
         return True
 
     def forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, grad_buffer: GradBufferLike, *, recomputed: bool
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, grad_hook: GradHookLike, *, recomputed: bool
     ) -> tuple[Tensor, SavedTensors]:
         return F.linear(x, weight, bias), () if recomputed else (x,)
 
@@ -66,7 +66,7 @@ class PlainGemms:
         return (x,)
 
     def backward(
-        self, dy: Tensor, weight: Tensor, grad_buffer: GradBufferLike, needs_input: bool
+        self, dy: Tensor, weight: Tensor, grad_hook: GradHookLike, needs_input: bool
     ) -> tuple[Tensor | None, Callable[[SavedTensors], ComputeGradient]]:
         def weight_gradient(saved: SavedTensors) -> ComputeGradient:
             (x,) = saved
@@ -123,9 +123,9 @@ def concat_view(matrices: Sequence[Tensor]) -> Tensor | None:
 
 def write_gradient(parameters: Sequence[Tensor], compute_gradient: ComputeGradient) -> list[Tensor | None]:
     """Write a gradient into the parameters' gradient buffer; without one, return each parameter's part to autograd."""
-    grad_buffer: GradBufferLike = getattr(parameters[0], "grad_hook", None)
-    if grad_buffer is not None:
-        grad_buffer.receive(parameters, compute_gradient)
+    grad_hook: GradHookLike = getattr(parameters[0], "grad_hook", None)
+    if grad_hook is not None:
+        grad_hook.receive(parameters, compute_gradient)
         return [None] * len(parameters)
     return list(compute_gradient(None).split([len(parameter) for parameter in parameters]))
 
@@ -145,9 +145,9 @@ class _FusedLinear(Function):
         metadata = tensor_metadata.read(x)
         flat = tensor_metadata.attach(x.reshape(-1, x.shape[-1]), metadata)
         ctx.weights, ctx.bias_sizes = parameters[:num_weights], [len(bias) for bias in parameters[num_weights:]]
-        ctx.grad_buffer = getattr(ctx.weights[0], "grad_hook", None)
+        ctx.grad_hook = getattr(ctx.weights[0], "grad_hook", None)
         ctx.recompute, ctx.recomputable = metadata.recompute, metadata.recompute is not None
-        y, saved = gemms.forward(flat, weight, bias, ctx.grad_buffer, recomputed=ctx.recomputable or not grad_enabled)
+        y, saved = gemms.forward(flat, weight, bias, ctx.grad_hook, recomputed=ctx.recomputable or not grad_enabled)
         ctx.save_for_backward(*saved)
         ctx.weight, ctx.gemms, ctx.shape = weight, gemms, x.shape
         return y.view(*x.shape[:-1], -1)
@@ -157,7 +157,7 @@ class _FusedLinear(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = gradients
         flat = tensor_metadata.attach(dy.reshape(-1, dy.shape[-1]), tensor_metadata.read(dy))
-        dx, weight_gradient = ctx.gemms.backward(flat, ctx.weight, ctx.grad_buffer, ctx.needs_input_grad[0])
+        dx, weight_gradient = ctx.gemms.backward(flat, ctx.weight, ctx.grad_hook, ctx.needs_input_grad[0])
         dx = dx.view(ctx.shape) if dx is not None else None
         weight_gradients: list[Tensor | None] = [None] * len(ctx.weights)
         if any(ctx.needs_input_grad[6 : 6 + len(weight_gradients)]):

@@ -1,7 +1,7 @@
 """How the input of a checkpointed segment is saved until its rerun.
 
     as is       the tensor itself
-    partition   1/n of it on each of n ranks that have the same (ZeRO-R's Pa): parallel/partitioned_activations.py
+    partition   1/n of it on each of n ranks that have the same (ZeRO-R's Pa): activation_checkpointing.py
     arena       copied into preallocated memory (ZeRO-R's Md): see [Note: an arena]
 
 [Note: an arena]

@@ -17,7 +17,7 @@ from torch import Tensor
 from echelon.moe.gates.expert_selection import group_limit_errors, limit_groups, normalise, stable_top_k
 from echelon.moe.gates.gate import raise_errors
 from echelon.moe.gates.loss_free import LossFree
-from echelon.moe.routing import count_assignments
+from echelon.moe.routing import count_tokens_per_expert
 
 
 class DeepSeekV3(LossFree):
@@ -46,6 +46,6 @@ class DeepSeekV3(LossFree):
 
     def loss(self, s: Tensor) -> Tensor:
         _, experts = stable_top_k(s, self.k)
-        counts = count_assignments(experts.flatten(1), self.num_experts).to(s.dtype)
+        counts = count_tokens_per_expert(experts.flatten(1), self.num_experts).to(s.dtype)
         f = self.num_experts / (self.k * s.shape[1]) * counts
         return self.balance * (f * normalise(s).mean(1)).sum(-1)

@@ -39,13 +39,13 @@ class ExpertChoice(Gate):
             return []
         return [f"k is not above 0 and at most {num_experts}, the experts (k={k}); change one"]
 
-    def tokens_per_expert(self, num_tokens: int) -> int:
+    def expert_capacity(self, num_tokens: int) -> int:
         """The paper's k in a group of this size, rounded down, at least 1."""
         return max(1, int(num_tokens * self.k / self.num_experts + 1e-9))
 
     def choose(self, scores: Tensor) -> Routing:
         s = scores.softmax(-1).transpose(1, 2)  # [G, e, n]
-        taken = self.tokens_per_expert(s.shape[-1])
+        taken = self.expert_capacity(s.shape[-1])
         _, tokens = stable_top_k(self.preferences(s.detach(), taken), taken)
         return expert_choice_routing(tokens, s.gather(-1, tokens), s.shape[-1])
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from echelon.moe.routing import count_assignments
+from echelon.moe.routing import count_tokens_per_expert
 
 
 def stable_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -92,14 +92,14 @@ def within_capacity(experts: Tensor, factor: float | None, num_experts: int) -> 
 def switch_loss(balance: float, experts: Tensor, p: Tensor) -> Tensor:
     """[G]: balance · E · sum over e of f_e · P_e, f_e: choices of an expert per token, P_e: its mean score."""
     num_experts = p.shape[-1]
-    f = count_assignments(experts.flatten(1), num_experts).to(p.dtype) / p.shape[1]
+    f = count_tokens_per_expert(experts.flatten(1), num_experts).to(p.dtype) / p.shape[1]
     return balance * num_experts * (f * p.mean(1)).sum(-1)
 
 
 def positions_in_expert(experts: Tensor, num_experts: int) -> Tensor:
     """From experts [G, N] in order of arrival to the number of earlier choices of the same expert."""
     order = experts.sort(dim=-1, stable=True).indices
-    counts = count_assignments(experts, num_experts)
+    counts = count_tokens_per_expert(experts, num_experts)
     # Sorted by expert, the choices of an expert start at the sum of the counts before it; choices that were not made
     # (`num_experts`) come last.
     ends = counts.cumsum(-1)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from echelon.moe.gates.expert_selection import stable_top_k, within_capacity
 from echelon.moe.gates.gate import TokenGate
-from echelon.moe.routing import Routing, count_assignments, token_choice_routing
+from echelon.moe.routing import Routing, count_tokens_per_expert, token_choice_routing
 from echelon.rng import RandomDraws
 
 ORDERS = ("choices", "tokens")
@@ -69,7 +69,7 @@ class GShard(TokenGate):
         values, experts = stable_top_k(g, 2)
         weights = values / values.sum(-1, keepdim=True)
 
-        c = count_assignments(experts[..., 0], num_experts).to(g.dtype)
+        c = count_tokens_per_expert(experts[..., 0], num_experts).to(g.dtype)
         loss = self.balance / num_experts * (c / tokens * g.mean(1)).sum(-1)
 
         made = 2 * weights[..., 1] > drawn

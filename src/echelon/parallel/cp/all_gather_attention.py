@@ -15,14 +15,14 @@ from torch import Tensor
 
 from echelon.kernels.attention.blockwise_attention import accumulate_, accumulation_dtype
 from echelon.parallel.comm.mesh_axis import MeshAxis
-from echelon.parallel.cp.block_attention import BlockwiseAttention
+from echelon.parallel.cp.cp_attention import ContextParallelAttention
 from echelon.parallel.cp.zigzag import AttentionBlock, ZigzagOrder
 
 TOKEN_DIM = 3
 """the dimension of tokens in keys and values [2, B, H, T, head_dim]"""
 
 
-class AllGatherAttention(BlockwiseAttention):
+class AllGatherAttention(ContextParallelAttention):
     """Attention to keys and values that are gathered over `axis`."""
 
     def __init__(self, axis: MeshAxis, order: ZigzagOrder, *, causal: bool, device: torch.device):

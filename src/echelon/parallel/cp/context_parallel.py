@@ -20,7 +20,7 @@ from echelon.models.model_config import IGNORE_INDEX
 from echelon.parallel.comm.mesh_axis import SINGLE_RANK, MeshAxes, MeshAxis
 from echelon.parallel.cp import ulysses
 from echelon.parallel.cp.all_gather_attention import AllGatherAttention
-from echelon.parallel.cp.block_attention import MaskSpec
+from echelon.parallel.cp.cp_attention import MaskSpec
 from echelon.parallel.cp.ring_attention import RingAttention
 from echelon.parallel.cp.zigzag import ZigzagOrder
 from echelon.parallel.tp.cost import region_axis

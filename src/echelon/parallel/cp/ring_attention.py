@@ -24,11 +24,11 @@ from torch import Tensor
 
 from echelon.kernels.attention.blockwise_attention import GradientAccumulator
 from echelon.parallel.comm.mesh_axis import MeshAxis, PendingWork
-from echelon.parallel.cp.block_attention import BlockwiseAttention
+from echelon.parallel.cp.cp_attention import ContextParallelAttention
 from echelon.parallel.cp.zigzag import AttentionBlock, ZigzagOrder
 
 
-class RingAttention(BlockwiseAttention):
+class RingAttention(ContextParallelAttention):
     """Attention to keys and values that go around the ranks of `axis`."""
 
     def __init__(self, axis: MeshAxis, order: ZigzagOrder, *, causal: bool, device: torch.device):

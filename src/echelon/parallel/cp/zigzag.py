@@ -18,7 +18,7 @@ So every step of the ring is half of a square on every rank, and only the first 
 neighbours that exchange heads divide the tokens of one ring position, in order.
 
 A length that does not divide is padded at its end. No query comes after padding, so a causal mask hides it; without
-one, its keys are masked (block_attention.py).
+one, its keys are masked (cp_attention.py).
 """
 
 from __future__ import annotations

@@ -32,15 +32,17 @@ def collectives(
     in_pipeline = stage_uses is not None
     last = max((i for i, group in enumerate(groups) if not group.stays_unsharded and not in_pipeline), default=-1)
     for index, group in enumerate(groups):
-        plan = expert_policy if group.is_expert and expert_policy is not None else policy
-        plan = plan.with_params_on_host() if group.name in paged else plan
+        group_policy = expert_policy if group.is_expert and expert_policy is not None else policy
+        group_policy = group_policy.with_params_on_host() if group.name in paged else group_policy
         full_numel, uses = group.num_shards * group.shard_numel, stage_uses[group.name] if stage_uses else 1
-        axis, later = plan.shard_axis, index > 0
-        if plan.num_shards > 1:
+        axis, later = group_policy.shard_axis, index > 0
+        if group_policy.num_shards > 1:
             # The last layer stays unsharded between forward and backward, which needs it first.
-            regathers = (plan.reshard_after_forward or in_pipeline) and not group.stays_unsharded and index != last
-            gathers = (2 if regathers else 1) * accumulate if plan.reshards_params else 1
-            if plan.reshards_params and regathers and group.name in recomputed:
+            regathers = (
+                (group_policy.reshard_after_forward or in_pipeline) and not group.stays_unsharded and index != last
+            )
+            gathers = (2 if regathers else 1) * accumulate if group_policy.reshards_params else 1
+            if group_policy.reshards_params and regathers and group.name in recomputed:
                 gathers += accumulate
             if in_pipeline and group.stays_unsharded:
                 gathers = 1
@@ -48,15 +50,15 @@ def collectives(
             yield Collective(
                 op="all_gather", axis=axis, bytes=size, count=gathers, overlapped=later, purpose="parameters"
             )
-            count = accumulate * uses if plan.reduce_scatter_every_microbatch else 1
+            count = accumulate * uses if group_policy.reduce_scatter_every_microbatch else 1
             size = full_numel * group.element_bytes(reduce_bytes)
             yield Collective(
                 op="reduce_scatter", axis=axis, bytes=size, count=count, overlapped=later, purpose="gradients"
             )
-        if plan.num_replicas > 1:
-            count = accumulate * uses if plan.params_on_host else 1
+        if group_policy.num_replicas > 1:
+            count = accumulate * uses if group_policy.params_on_host else 1
             size = group.shard_numel * group.element_bytes(reduce_bytes)
-            axis = plan.replica_axis
+            axis = group_policy.replica_axis
             yield Collective(op="all_reduce", axis=axis, bytes=size, count=count, overlapped=later, purpose="gradients")
 
 

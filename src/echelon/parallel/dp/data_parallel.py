@@ -25,7 +25,7 @@ def shard_parameters(context: TransformContext) -> None:
     policy, expert_policy = context.policy, expert_sharding_policy(layout, context.policy)
     max_numel = options.max_group_bytes // options.compute_dtype.itemsize
     roots = choose_param_groups(model, options.units, max_numel=max_numel)
-    axis_names = [name for plan in (policy, expert_policy) for name in (plan.shard_axis, plan.replica_axis)]
+    axis_names = [name for each in (policy, expert_policy) for name in (each.shard_axis, each.replica_axis)]
     for name in (*axis_names, param_shard_axis(policy), param_shard_axis(expert_policy)):
         axes.get_or_add(name)
     context.placement = Placement(
@@ -35,9 +35,9 @@ def shard_parameters(context: TransformContext) -> None:
     offload = make_offload(context)
 
     def make_group(spec: ParamGroupSpec) -> ParamGroup:
-        plan = expert_policy if spec.is_expert else policy
-        plan = plan.with_params_on_host() if offload.is_paged(spec) else plan
-        return ParamGroup(spec, plan, axes, options, offload.host_for(spec))
+        group_policy = expert_policy if spec.is_expert else policy
+        group_policy = group_policy.with_params_on_host() if offload.is_paged(spec) else group_policy
+        return ParamGroup(spec, group_policy, axes, options, offload.host_for(spec))
 
     sharded = ShardedModel(context, [make_group(spec) for spec in context.placement.param_groups])
     if offload.activation_offload is not None:
@@ -59,8 +59,8 @@ def placement_coordinates(
 ) -> dict[str, int]:
     """Return a rank's coordinate on every mesh axis, and its shard and replica index in the placement record."""
     coordinates = axes.mesh.coordinates(rank)
-    for prefix, plan in (("", policy), ("expert ", expert_policy)):
-        for name, axis in (("shard", plan.shard_axis), ("replica", plan.replica_axis)):
+    for prefix, each in (("", policy), ("expert ", expert_policy)):
+        for name, axis in (("shard", each.shard_axis), ("replica", each.replica_axis)):
             groups = enumerate_groups(axes.mesh, axis) if axis != SINGLE_RANK else ((rank,),)
             coordinates[prefix + name] = next(ranks.index(rank) for ranks in groups if rank in ranks)
     return coordinates

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class ShardedModel:
     """All parameter groups of a model, driven by hooks on its modules and parameters.
 
-    A pipeline runs several microbatches at a time and reduces gradients itself (pipeline/execution/fsdp_hooks.py).
+    A pipeline runs several microbatches at a time and reduces gradients itself (stage_param_groups.py).
     Groups that stay unsharded then do so for the step, and prefetching stays inside a stage.
     """
 

@@ -27,10 +27,10 @@ from echelon.parallel.dp.sharded_model import explain_freed_params
 from echelon.parallel.parallel_model import ParallelModel
 from echelon.pipeline.actions import RECEIVES, SENDS, Action, ActionKind
 from echelon.pipeline.execution import split_backward
-from echelon.pipeline.execution.fsdp_hooks import StageParamGroups
 from echelon.pipeline.execution.p2p import P2PChannels, PendingReceive, TransferSpec
 from echelon.pipeline.execution.stage_assignment import StageAssignment
 from echelon.pipeline.execution.stage_io import NonLeafAlias, pack_tensors, unpack_tensors
+from echelon.pipeline.execution.stage_param_groups import StageParamGroups
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.timeline import RELEASING_KINDS
 

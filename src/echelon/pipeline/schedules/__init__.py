@@ -1,7 +1,7 @@
 """Every pipeline schedule under its name: `make_schedule("1f1b", ranks, microbatches)`, and the table of families.
 
-A new schedule is one file with `build`, and with `bubble` and `in_flight` unless it shares them, and one row of
-`FAMILIES`.
+A new schedule is one file with `build`, and with `bubble` and `in_flight` unless it shares them, one row of
+`FAMILIES` and its name in layout/; CONTRIBUTING.md lists the rest.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ScheduleFamily:
     For an asynchronous family, of a run of `microbatches` in all"""
     in_flight: Callable[..., tuple[int, ...]]
     """from the same: for each rank the most activations (of a stage, a microbatch and a slice) that it holds at once,
-    from F until B, or until W where backward is split"""
+    from F until B, or until W where backward is split. The warm-up in `build` decides it; tests compare the two"""
     chunks: int | None = 1
     """stages per rank; None where the user chooses, 2 or more"""
     asynchronous: bool = False

@@ -1,4 +1,8 @@
-"""Time of a collective: a latency plus wire bytes over bandwidth, as specified or fitted; and its exposed part."""
+"""Wire bytes of a collective, latency and bandwidth of a link, and the exposed part of overlapped communication.
+
+The time of each strategy's collectives, latency plus wire bytes over the bandwidth that they reach, is computed in
+cost/step_time.py and cost/cp_time.py.
+"""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class KeyValueGrads(Protocol):
         """Return the sums over all ranks of the gradients of this rank's keys and values."""
 
 
-class BlockwiseAttention:
+class ContextParallelAttention:
     """One rank's attention to the keys and values of all ranks, for sequences of one length."""
 
     local_positions: Tensor
@@ -89,7 +89,7 @@ class BlockwiseAttention:
 
 class _BlockwiseAttentionFunction(Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, attention: BlockwiseAttention, mask: MaskSpec) -> Tensor:
+    def forward(ctx: Any, q: Tensor, kv: Tensor, attention: ContextParallelAttention, mask: MaskSpec) -> Tensor:
         ctx.attention, ctx.mask = attention, mask
         merged = AttentionMerger(q)
         for block, (k, v), positions in attention.kv_blocks(kv):
