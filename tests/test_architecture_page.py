@@ -24,7 +24,7 @@ def defined(path: Path) -> set[str]:
             found |= {f"{node.name}.{item.name}" for item in node.body if isinstance(item, ast.FunctionDef)}
         if isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+            found |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
     return found
 
 
