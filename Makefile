@@ -1,8 +1,8 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`.
 PYTHON ?= python3
 BIN := .venv/bin
-# Workers of pytest: ranks wait for each other so often that two workers keep one core busy.
-WORKERS ?= 4
+# Workers of pytest, one per core: more of them take longer, as ranks switch more often than they wait.
+WORKERS ?= 2
 # The tests start hundreds of processes: what they import is compiled once.
 export PYTHONDONTWRITEBYTECODE :=
 
