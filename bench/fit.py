@@ -3,7 +3,7 @@ of published runs, or to measured steps of Echelon.
 
     python bench/fit.py TABLE.csv                  prints the constants, to be pasted, and the errors
     python bench/fit.py TABLE.csv --leave-out      the errors on each source by constants that never saw it
-    python bench/fit.py STEPS.json                 those of OWN that were measured, from what `echelon bench` found
+    python bench/fit.py STEPS.json                 the measured NATIVE_OVERRIDES, from what `echelon bench` found
 
 Every source weighs the same, whatever its rows. Residuals are logarithms of predicted over measured, taken by their
 absolute value beyond a few per cent, so that a run that went wrong does not bend the fit. Constants are held near what

@@ -109,7 +109,7 @@ class Watched:
     def __init__(self, engine: Engine):
         self._units, self._peak, self.bytes = engine.parallel.sharded_model.param_groups, 0, 0
         for unit in self._units:
-            unit.mark_param_ready = self._seen(unit.mark_param_ready)  # type: ignore[method-assign]
+            unit.grads.mark_param_ready = self._seen(unit.grads.mark_param_ready)  # type: ignore[method-assign]
 
     def _seen(self, note: Callable[[], bool]) -> Callable[[], bool]:
         def seen() -> bool:

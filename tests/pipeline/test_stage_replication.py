@@ -213,7 +213,7 @@ def test_invalid_input_is_rejected():
     profile = profile_of([1, 1, 1], [1, 1, 1], [1, 1, 1])
     with pytest.raises(ValueError, match=r"every stage needs a layer \(4 stages, 3 layers\); use 1 to 3 stages"):
         split_by_profile(profile, 4, 1.0)
-    with pytest.raises(ValueError, match=r"3 stages, 3 homes, 1 bandwidths\); give 3 homes and 2 bandwidths"):
+    with pytest.raises(ValueError, match=r"3 stages, 3 ranks, 1 bandwidths\); give 3 ranks and 2 bandwidths"):
         split_by_profile(profile, 3, [1.0])
     with pytest.raises(ValueError, match=r"a bandwidth is not above 0 \(0.0\); give bytes per second"):
         split_by_profile(profile, 3, 0.0)

@@ -110,7 +110,7 @@ def test_a_run_stores_planned_and_measured(tmp_path, planned, measured):
         ('{"planned": {"homes": [0]}}', "not a timeline"),
         ('{"planned": {"name": "x", "homes": [0], "ranks": [[["0Q0", 0, 1]]]}}', "'0Q0' is not an action"),
         ('{"planned": {"name": "x", "homes": [0], "ranks": [[["0F0", 0]]]}}', "not an action with"),
-        ('{"planned": {"name": "x", "homes": [0], "ranks": [[["2F0", 0, 1]]]}}', "a stage without a home"),
+        ('{"planned": {"name": "x", "homes": [0], "ranks": [[["2F0", 0, 1]]]}}', "a stage without a rank"),
         (None, "no timeline in the run"),
     ],
 )

@@ -90,7 +90,7 @@ def test_every_cause_and_category_has_a_word(plans):
 def test_bars_are_the_whole():
     parts = {"rest": 1.0, "products": 8.0, "of_tomorrow": 0.999, "update": 0.0004, "tp": 0.0006, "imbalance": -1e-17}
     found = plan_labels.labelled_bars(parts, plan_labels.CAUSES)
-    assert [bar.label.name for bar in found] == ["GEMMs", "around the step", "of tomorrow"]
+    assert [bar.label.name for bar in found] == ["GEMMs", "per-step overhead", "of tomorrow"]
     more = plan_labels.labelled_bars({**parts, "tp": 0.0049, "dp": 0.0049}, plan_labels.CAUSES)
     assert more[-1].label.name == "smaller parts"
     assert sum(bar.share for bar in more) == pytest.approx(1)

@@ -37,7 +37,7 @@ def command(
             help="A named size, or file.py:factory of a custom model, with batch(rows, seed) in the same file."
         ),
     ] = "",
-    every: Annotated[bool, typer.Option("--all", help="Every layout with every option, about an hour.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Every layout with every option: more than an hour.")] = False,
     leave_out: Annotated[
         str, typer.Option(metavar="AXIS:COLLECTIVE", help="Leave out a collective, to see verify fail: tp:all_gather.")
     ] = "",

@@ -56,9 +56,9 @@ def _read_rows(path: str | Path) -> dict[str, int]:
     """Read a file of names and numbers."""
     try:
         rows = [line.split() for line in Path(path).read_text().splitlines()]
-    except OSError:
+        return {row[0].rstrip(":"): int(row[1]) for row in rows if len(row) > 1}
+    except (OSError, ValueError):
         return {}
-    return {row[0].rstrip(":"): int(row[1]) for row in rows if len(row) > 1}
 
 
 def _read_int(path: str | Path, column: int = 0) -> int:

@@ -234,7 +234,7 @@ def parse_pairs(text: str) -> ParsedPairs:
         return parsed
     first, semicolon, _ = text.partition(";")
     if semicolon:
-        hint = "semicolons part layouts, commas part keys"
+        hint = "semicolons separate layouts, commas separate keys"
         parsed.report("layout", text, "is more than one layout", "one layout", hint)
     meant: dict[str, Value] = {}
     for item in first.split(","):

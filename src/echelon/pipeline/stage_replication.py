@@ -95,8 +95,8 @@ def split_by_profile(
     partition.check_stages(stages, len(blocks))
     if len(rank_of_stage) != stages or len(speeds) != stages - 1:
         raise ValueError(
-            f"homes and bandwidths do not fit the stages ({stages} stages, {len(rank_of_stage)} homes, {len(speeds)} "
-            f"bandwidths); give {stages} homes and {stages - 1} bandwidths"
+            f"rank_of_stage and bandwidths do not fit the stages ({stages} stages, {len(rank_of_stage)} ranks, "
+            f"{len(speeds)} bandwidths); give {stages} ranks and {stages - 1} bandwidths"
         )
     for speed in speeds:
         _check_bandwidth(speed)

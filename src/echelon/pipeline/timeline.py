@@ -246,5 +246,7 @@ def _parse_span(rank: int, stages: int, row: tuple[Action | str, float, float]) 
     if end < start:
         raise ValueError(f"an action ends before it starts (rank {rank}, {what}: {start:g} to {end:g}); use one clock")
     if action.stage >= stages:
-        raise ValueError(f"an action of a stage without a home (rank {rank}, {what}, {stages} stages); add its home")
+        raise ValueError(
+            f"an action of a stage without a rank (rank {rank}, {what}, {stages} stages); add its rank to homes"
+        )
     return ActionSpan(action, start, end)

@@ -144,7 +144,8 @@ def _forward_keys(schedule: Schedule) -> Iterator[tuple[int, int, int]]:
 
 def _order_faults(schedule: Schedule, drained: bool) -> Iterator[ScheduleFault]:
     results = [list(map(action_result, actions)) for actions in schedule.rank_actions]
-    wanted = [list(map(Dependencies(schedule).for_action, actions)) for actions in schedule.rank_actions]
+    dependencies = Dependencies(schedule)
+    wanted = [list(map(dependencies.for_action, actions)) for actions in schedule.rank_actions]
     made: dict[ActionResult, tuple[int, int]] = {}
     for rank, position, action in _all_actions(schedule):
         made.setdefault(action_result(action), (rank, position))

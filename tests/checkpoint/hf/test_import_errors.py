@@ -168,7 +168,7 @@ WRONG: tuple[tuple[str, dict[str, Any], str], ...] = (
         "rope_parameters.*does not describe.*low_freq",
     ),
     ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling.*contradicts rope_parameters"),
-    ("llama", {"rope_parameters": {"rope_theta": -1}}, "rope_theta=-1 is not a number that it can be"),
+    ("llama", {"rope_parameters": {"rope_theta": -1}}, "rope_theta=-1 is not a valid number"),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.*scales rotary embeddings"),
     ("llama", {"attention_bias": True}, "attention_bias=true is not computed by our models; legal: false"),
     ("llama", {"hidden_act": "gelu"}, 'hidden_act="gelu" is not computed'),

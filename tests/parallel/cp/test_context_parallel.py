@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from counting import CountCollectives
+from live_tensor_bytes import LivingBytes
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -19,6 +20,7 @@ from echelon.models import model_config
 from echelon.models.attention import AttentionContext, CoreAttention
 from echelon.models.model_config import ModelConfig
 from echelon.parallel.comm.mesh_axis import MeshAxes
+from echelon.parallel.cp.all_gather_attention import AllGatherAttention
 from echelon.parallel.cp.cp_attention import MaskSpec
 from echelon.parallel.cp.ring_attention import RingAttention
 from echelon.parallel.cp.zigzag import ZigzagOrder
@@ -330,3 +332,21 @@ def test_generation_equals_one_device(pool: RankPool, layout: str) -> None:
         wanted = pool.run(what_comes_next, 1, "dp=1", size)[0]
         for found in pool.run(what_comes_next, Layout.parse(layout).world, layout, size):
             assert torch.allclose(found, wanted, atol=1e-5)
+
+
+def bytes_between_blocks(ranks: int) -> tuple[int, int]:
+    """On a rank: bytes alive while all-gather attention attends, and those of the keys and values of all ranks."""
+    axes = MeshAxes(Mesh(Layout(cp=ranks)), dist.get_rank(), ["cp"])
+    attention = AllGatherAttention(axes["cp"], ZigzagOrder(ranks, 1, 64), causal=True, device=torch.device("cpu"))
+    kv = torch.randn(2, 1, KV_HEADS, 64 // ranks, 256)
+    with LivingBytes() as living:
+        blocks = attention.kv_blocks(kv)
+        next(blocks)
+        alive = living.after_collectives()
+        del blocks
+    return alive, ranks * kv.nbytes
+
+
+def test_gathered_keys_and_values_are_held_once(pool: RankPool) -> None:
+    for alive, all_ranks in pool.run(bytes_between_blocks, 2, 2):
+        assert all_ranks <= alive < 1.5 * all_ranks

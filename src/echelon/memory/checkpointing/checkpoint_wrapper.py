@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -267,7 +267,7 @@ def iter_tensors(value: Any, *, in_dataclasses: bool = False) -> Iterator[Tensor
     if isinstance(value, Tensor):
         yield value
     if in_dataclasses and is_dataclass(value) and not isinstance(value, type):
-        value = vars(value)  # also cached attributes
+        value = vars(value) if hasattr(value, "__dict__") else {f.name: getattr(value, f.name) for f in fields(value)}
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
     for item in items:
         yield from iter_tensors(item, in_dataclasses=in_dataclasses)

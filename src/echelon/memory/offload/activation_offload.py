@@ -135,7 +135,7 @@ class ActivationOffloader:
         for tensor in tensors:
             self._parameters.add(tensor.untyped_storage())
 
-    def _forward(self, index: int, offloads: bool, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    def _forward(self, index: int, offloads: bool, forward: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **named)
         self._enter_layer(index)

@@ -49,7 +49,7 @@ class ConfigValues:
         if value is None:
             self.add_missing(key)
         elif isinstance(value, bool) or not isinstance(value, int) or value < least:
-            self.add(key, "is not a number that it can be", f"a whole number >= {least}")
+            self.add(key, "is not a valid number", f"a whole number >= {least}")
         else:
             return value
         return 1
@@ -57,7 +57,7 @@ class ConfigValues:
     def number(self, key: str, default: float, *, least: float = 0.0) -> float:
         value = self.given.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
-            self.add(key, "is not a number that it can be", f">= {least:g}")
+            self.add(key, "is not a valid number", f">= {least:g}")
             return default
         return float(value)
 

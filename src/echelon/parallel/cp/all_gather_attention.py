@@ -35,10 +35,14 @@ class AllGatherAttention(ContextParallelAttention):
 
     def kv_blocks(self, kv: Tensor) -> Iterator[tuple[AttentionBlock, Tensor, Tensor]]:
         """Gather all keys and values, in the sequence's order, and yield the blocks that the queries attend to."""
-        gathered = self.axis.all_gather(kv).movedim(0, TOKEN_DIM).flatten(TOKEN_DIM, TOKEN_DIM + 1)
-        full = gathered.index_select(TOKEN_DIM, self.inverse)
+        full = self._gather(kv)
         for block in self.order.gathered_blocks(self.axis.index, causal=self.causal):
             yield block, full, self.sequence_positions
+
+    def _gather(self, kv: Tensor) -> Tensor:
+        # A function of its own: a generator would hold the gathered copy until its last block.
+        gathered = self.axis.all_gather(kv).movedim(0, TOKEN_DIM).flatten(TOKEN_DIM, TOKEN_DIM + 1)
+        return gathered.index_select(TOKEN_DIM, self.inverse)
 
     def kv_grads(self, kv: Tensor) -> GatheredKeyValueGrads:
         return GatheredKeyValueGrads(self, kv)

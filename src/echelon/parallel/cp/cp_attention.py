@@ -110,6 +110,7 @@ class _BlockwiseAttentionFunction(Function):
             dq_rows, *dkv = attend_backward(dy, q_rows, k[:, :, keys], v[:, :, keys], y, lse_rows, **options)
             dq.add(rows, dq_rows)
             kv_grads.add(step, block, dkv)
+            del dq_rows, dkv  # the next block needs their memory
         return dq.result(), kv_grads.result(), None, None
 
 

@@ -30,6 +30,10 @@ class OffloadHost:
             max(group.shard_numel * group.element_bytes(dtype.itemsize) for group in groups)
             for dtype in (options.master_dtype, options.compute_dtype)
         )
+        self.disk: DiskFolder | None = None
+        """the files that hold the states instead of host memory"""
+        if "disk" in offload.split("+"):
+            self.disk = DiskFolder(Path(options.disk_dir or tempfile.gettempdir()), f"echelon-rank{world_rank()}")
         self.link, self.worker = link, HostWorker("echelon-host")
         self.worker.submit("finding its device", link.set_device)
         self.grad_buffers = HostBufferQueue(link, GRAD_BUFFERS, grad_bytes)
@@ -40,10 +44,6 @@ class OffloadHost:
         """for parameters that are read ahead from disk"""
         self.paged = offloads_params(offload)
         """parameters and gradients live on the host too"""
-        self.disk: DiskFolder | None = None
-        """the files that hold the states instead of host memory"""
-        if "disk" in offload.split("+"):
-            self.disk = DiskFolder(Path(options.disk_dir or tempfile.gettempdir()), f"echelon-rank{world_rank()}")
 
 
 def buffer_bytes(max_numel: int, master: torch.dtype, compute: torch.dtype) -> int:

@@ -136,7 +136,7 @@ class TableReader:
     def number(self, value: Any, key: str, number: NumberField) -> float | int | None:
         parsed = number.parse(value)
         if parsed is None:
-            self.fault(key, value, "is not a number that it can be", number.legal)
+            self.fault(key, value, "is not a valid number", number.legal)
         return parsed
 
     def text(self, value: Any, key: str, legal: str) -> str:

@@ -67,7 +67,7 @@ def _limits(plan: Plan) -> Iterator[str]:
     waste = [name for name in CAUSES if name != "head" or layout.pp > 1]
     costly = sorted((name for name in waste if share.get(name, 0.0) >= WORTH_NAMING), key=lambda name: -share[name])
     for name in costly[:3]:
-        yield f"{share[name]:.0%} of a step go to {_cause(name, layout)}."
+        yield f"{share[name]:.0%} of a step goes to {_cause(name, layout)}."
     used = plan.memory.total / plan.scenario.cluster.memory
     if used >= MEMORY_BOUND:
         largest = sorted(plan.memory.parts.items(), key=lambda item: -item[1])[:2]
@@ -87,8 +87,9 @@ def _neighbours(request: PlanRequest, plan: Plan, c: Constants) -> Iterator[str]
         elif other.seconds > plan.seconds:
             added = {key: other.times.get(key, 0.0) - plan.times.get(key, 0.0) for key in {**plan.times, **other.times}}
             most = max(added, key=lambda key: added[key])
-            why = _cause(most, other.layout) if most in CAUSES else {"products": "less efficient GEMMs"}.get(most, most)
-            yield f"{name} would be {other.seconds / plan.seconds - 1:.0%} slower: more of {why}."
+            more = f"more {_cause(most, other.layout) if most in CAUSES else most}"
+            why = "its GEMMs are less efficient" if most == "products" else more
+            yield f"{name} would be {other.seconds / plan.seconds - 1:.0%} slower: {why}."
 
 
 def _neighbour_scenarios(request: PlanRequest, scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
@@ -139,11 +140,13 @@ def _upgrades(request: PlanRequest, plan: Plan, c: Constants) -> Iterator[str]:
     larger = cluster.with_devices(lambda device: replace(device, memory=int(1.5 * device.memory)))
     faster = replace(cluster, inter_node=replace(cluster.inter_node, bandwidth=2 * cluster.inter_node.bandwidth))
     trials = [
-        ("half more memory on every device", replace(request, cluster=larger)),
+        ("1.5x the memory on every device", replace(request, cluster=larger)),
         ("links of twice the speed between nodes", replace(request, cluster=faster)),
     ]
     if request.seq_len % 2 == 0:
-        trials.append(("half the sequence", replace(request, seq_len=request.seq_len // 2, batch=2 * request.batch)))
+        trials.append(
+            ("half the sequence length", replace(request, seq_len=request.seq_len // 2, batch=2 * request.batch))
+        )
     if plan.scenario.expert_load > 1:
         even = price(replace(plan.scenario, imbalance=1.0), c).seconds
         assumed = f"imbalance {plan.scenario.imbalance:g} is assumed"

@@ -51,7 +51,7 @@ CAUSES = {
     "launches": Label("kernel launches", "kernels shorter than their launch", "#cfa3c8"),
     "offload": Label("exposed offload", "transfers to and from the host that compute does not overlap", "#d9a06b"),
     "update": Label("optimizer update", "the update of the weights", "#3fa796"),
-    "rest": Label("around the step", "data loading, reading the loss, once per step", "#8fcfc4"),
+    "rest": Label("per-step overhead", "data loading, reading the loss, once per step", "#8fcfc4"),
 }
 """of `Plan.times`, in the order of stacked bars"""
 
