@@ -21,7 +21,7 @@ from echelon.faults.rank_state import RankState
 from echelon.faults.recorder_entry import RecorderEntry
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Diagnosis:
     """The ranks that caused a failure, the operation they are missing in, and the ranks that wait."""
 
@@ -46,7 +46,13 @@ def diagnose(states: Sequence[RankState]) -> Diagnosis:
     ) -> Diagnosis:
         waiting = [pair for pair in pending.items() if pair[0] not in culprits or case in _CULPRITS_WAIT_TOO]
         waiting.sort(key=lambda pair: (pair[1].wait_start, pair[0]))
-        return Diagnosis(case, tuple(culprits), operation, actual, tuple(waiting))
+        return Diagnosis(
+            case=case,
+            culprits=tuple(culprits),
+            operation=operation,
+            culprit_operation=actual,
+            waiting=tuple(waiting),
+        )
 
     ended = [state for state in states if state.exit_kind and not state.lost_peer]
     cause = min(ended, key=lambda state: state.exit_time, default=None)

@@ -98,7 +98,8 @@ def determine_attempt(config: Config, resume: str, world: int) -> Attempt:
     available = f"{world} rank{'s are' if world > 1 else ' is'}"
     why = f"{available} left" if run is not None and world < ranks else f"{available} available"
     if can_run(config, world):  # the requested layout, perhaps after another one
-        change = LayoutChange(before, config.layout or f"dp={world}", None, why)
+        layout = config.layout or f"dp={world}"
+        change = LayoutChange(old_layout=before, new_layout=layout, step_seconds=None, reason=why)
         # The launcher of this machine logs the change itself.
         is_logged = run is None or ranks == world or scratch_dir.scratch_dir() is not None
         return attempt if is_logged else replace(attempt, layout_change=change)

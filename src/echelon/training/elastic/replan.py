@@ -17,7 +17,7 @@ MAX_PLANS_TRIED = 32
 """best plans that are tried, since the configuration may be incompatible with some"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayoutChange:
     """A change of the layout between two attempts."""
 
@@ -71,7 +71,9 @@ def plan_layout_change(
             used = Layout.parse(layout).world
             if can_run(replace(config, layout=layout), used):
                 idle = tuple(rank_numbers or range(available_ranks))[used:]
-                return LayoutChange(old_layout, layout, seconds, reason, idle)
+                return LayoutChange(
+                    old_layout=old_layout, new_layout=layout, step_seconds=seconds, reason=reason, idle_ranks=idle
+                )
     return None
 
 

@@ -35,7 +35,7 @@ class NonfiniteOutput(NamedTuple):
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class NonfiniteReport:
     """The loss or gradients of a step that are not finite."""
 
@@ -112,14 +112,20 @@ class NonfiniteLocator:
         mine = 1 + max((self.param_names.index(name) for name in nonfinite), default=-1)
         last, ranks = _highest_over_ranks(parallel, mine)
         if not last:
-            return NonfiniteReport(loss_is_nonfinite)
+            return NonfiniteReport(loss_is_nonfinite=loss_is_nonfinite)
         layout, at = parallel.layout, parallel.axes.mesh.coordinates(ranks[0])
         degrees = {"dp": layout.dp, "pp": layout.pp, "cp": layout.cp, "tp": layout.tp}
         coordinates = tuple((name, at[name]) for name, degree in degrees.items() if degree > 1)
         name, copies = self.param_names[last - 1], layout.dp * layout.cp
         if name in self.expert_params:
             copies = copies * layout.tp // (layout.ep * layout.etp)
-        return NonfiniteReport(loss_is_nonfinite, name, ranks, coordinates, is_reduced=copies > 1)
+        return NonfiniteReport(
+            loss_is_nonfinite=loss_is_nonfinite,
+            parameter=name,
+            ranks=ranks,
+            coordinates=coordinates,
+            is_reduced=copies > 1,
+        )
 
 
 def _highest_over_ranks(parallel: ParallelModel, mine: int) -> tuple[int, tuple[int, ...]]:
