@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from shapes import ASYNCHRONOUS, shapes, streams, windows
 
 from echelon.layout.grammar import KEYS_BY_NAME
+from echelon.layout.layout import ASYNC_SCHEDULES, MULTI_CHUNK_SCHEDULES, SPLIT_BACKWARD_SCHEDULES
 from echelon.pipeline.actions import COMPUTE, ActionKind
 from echelon.pipeline.lower import lower
 from echelon.pipeline.schedules import FAMILIES, make_schedule, two_bw
@@ -273,3 +274,11 @@ def test_a_large_schedule_takes_seconds():
     start = time.process_time()
     assert fault_messages(lower(make_schedule("1f1b", 64, 512))) == []
     assert time.process_time() - start < 10  # about two on an idle machine
+
+
+def test_the_layout_groups_schedules_as_their_families_do() -> None:
+    """The layout's tuples repeat properties of the families, since the layout imports no other package."""
+    families = FAMILIES.values()
+    assert {family.name for family in families if family.chunks != 1} == set(MULTI_CHUNK_SCHEDULES)
+    assert {family.name for family in families if family.splits_backward} == set(SPLIT_BACKWARD_SCHEDULES)
+    assert {family.name for family in families if family.asynchronous} == set(ASYNC_SCHEDULES)

@@ -70,11 +70,11 @@ def _cp_traffic(scenario: Scenario, c: Constants) -> str:
     times = cp_time(work.microbatch, rates, attention, FLASH_BACKWARD_RATIO * attention)
     hop, block = (float(seconds) / scenario.shape.num_layers for seconds in (times.hop, times.block))
     hidden = "attention overlaps it" if hop < block else "attention overlaps a part of it"
-    beside = f"{hidden}: a hop takes {format_time(hop)}, the block beside it {format_time(block)}"
+    overlap = f"{hidden}: a hop takes {format_time(hop)}, the attention block {format_time(block)}"
     if layout.cp_kind == "ring":
-        return f"{sent} {where}, and {beside}"
+        return f"{sent} {where}, and {overlap}"
     inner = "inside a node" if layout.tp * layout.ulysses <= per_node else "between nodes"
-    return f"{sent}, heads {inner}, exposed, keys and values {where}, and {beside}"
+    return f"{sent}, heads {inner}, exposed, keys and values {where}, and {overlap}"
 
 
 def _broken_rule(request: PlanRequest, layout: Layout, kind: str) -> str:
