@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from echelon import models
+from echelon.kernels.attention.blockwise_attention import attend_backward
 from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout, Mesh
 from echelon.models import model_config
@@ -350,3 +353,30 @@ def bytes_between_blocks(ranks: int) -> tuple[int, int]:
 def test_gathered_keys_and_values_are_held_once(pool: RankPool) -> None:
     for alive, all_ranks in pool.run(bytes_between_blocks, 2, 2):
         assert all_ranks <= alive < 1.5 * all_ranks
+
+
+def gradients_that_outlive_their_block(ranks: int) -> list[int]:
+    """On a rank: at each block of backward, how many gradients of keys and values of earlier blocks are alive."""
+    axes = MeshAxes(Mesh(Layout(cp=ranks)), dist.get_rank(), ["cp"])
+    attention = AllGatherAttention(axes["cp"], ZigzagOrder(ranks, 1, 64), causal=True, device=torch.device("cpu"))
+    q, k, v = (torch.randn(1, KV_HEADS, 64 // ranks, HEAD_DIM, requires_grad=True) for _ in range(3))
+    seen: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def watched(*args: Any, **options: Any) -> Any:
+        alive.append(sum(gradient() is not None for gradient in seen))
+        gradients = attend_backward(*args, **options)
+        seen.extend(weakref.ref(gradient) for gradient in gradients[1:])
+        return gradients
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("echelon.parallel.cp.cp_attention.attend_backward", watched)
+        mask = MaskSpec(query_positions=attention.local_positions, length=64, documents=None)
+        attention.attend(q, k, v, mask).sum().backward()
+    return alive
+
+
+def test_gradients_of_a_block_are_freed_before_the_next(pool: RankPool) -> None:
+    for alive in pool.run(gradients_that_outlive_their_block, 2, 2):
+        assert len(alive) > 1
+        assert not any(alive)
