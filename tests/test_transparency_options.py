@@ -68,11 +68,11 @@ ROWS = list(covering())
 
 
 def small(variant: VerifyVariant, layers: int = 2) -> VerifyVariant:
-    """Fewer steps and fewer, narrower layers, for time; vocabulary and sequence stay as odd as they are."""
+    """Fewer, narrower layers, for time; vocabulary and sequence stay as odd as they are."""
     model = variant.case.model
     assert isinstance(model, ModelConfig)
     model = replace(model, layers=layers, width=32, ffn=48, max_seq_len=64)
-    return replace(variant, case=replace(variant.case, model=model, steps=3))
+    return replace(variant, case=replace(variant.case, model=model))
 
 
 @pytest.fixture(scope="module")

@@ -58,7 +58,7 @@ class Row:
         """Uneven on every number of stages."""
         return replace(
             model_config.find_model(f"{self['family']}-tiny"),
-            layers=9 if self["schedule"] in TWO_CHUNKS else 5,
+            layers=9 if self["schedule"] in TWO_CHUNKS else 7,
             width=16,
             heads=4,
             kv_heads=2,
