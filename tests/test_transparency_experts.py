@@ -49,6 +49,8 @@ LAYOUTS = (
     "tp=2,pp=2,ep=2,schedule=zb-v,vpp=2,accumulate=2",
     "cp=2,pp=2,ep=2,accumulate=2",
     "dp=2,pp=2,ep=2,zero=0,accumulate=2",
+    "dp=4,shard=2,ep=2,etp=2",
+    "dp=8,shard=4,ep=2,accumulate=2",
 )
 
 
@@ -158,6 +160,9 @@ LEFT_OUT = [
     ("dp=4,ep=2", "edp:all_reduce"),
     ("dp=4,ep=2,zero=1", "edp:reduce_scatter"),
     ("dp=4,ep=2,zero=3", "edp:all_gather"),
+    ("dp=4,shard=2,ep=2,etp=2", "ep*etp:all_to_all"),
+    ("dp=8,shard=4,ep=2", "ereplica:all_reduce"),
+    ("dp=8,shard=4,ep=2", "eshard:reduce_scatter"),
 ]
 
 
@@ -184,6 +189,8 @@ COUNTED = [
     (ONE, "dp=2,cp=2,ep=4,ep_inner=2,recompute=full"),
     (ONE, "dp=4,tp=2,ep=4,etp=2,ep_inner=4,accumulate=2"),
     (MIXTRAL, "dp=2,pp=2,ep=2,accumulate=2"),
+    (MIXTRAL, "dp=8,shard=4,ep=2,accumulate=2"),
+    (MIXTRAL, "dp=8,shard=4,zero=1,ep=2,etp=2"),
 ]
 
 

@@ -19,6 +19,7 @@ from echelon.models.model_config import find_model
         ("moe-tiny", "tp=4,pp=2,schedule=pipedream,accumulate=4,zero=3", "several unsharded versions of the weights"),
         ("moe-tiny", "dp=4,ep=4,ep_inner=4", "does not divide the expert ranks into several nodes"),
         ("moe-tiny", "dp=4,ep=2,etp=2,ep_inner=3", "does not divide the expert ranks into several nodes"),
+        ("moe-tiny", "dp=12,shard=6,ep=4", "shard=6 lets a copy of the experts cross HSDP groups (ep x etp = 4"),
         ("moe-tiny", "tp=4,tp_kind=2d", "is incompatible with experts, whose tokens are divided over tp by position"),
     ],
 )
@@ -29,6 +30,7 @@ def test_layouts_incompatible_with_experts(model: str, text: str, words: str) ->
 
 
 def test_layouts_compatible_with_experts() -> None:
+    check_layout("dp=4,shard=2,ep=4", model=find_model("moe-tiny"))
     check_layout("dp=2,tp=2,ep=4", model=find_model("moe-tiny"))
     check_layout("pp=2,schedule=2bw,accumulate=4", model=find_model("moe-tiny"))
     check_layout("tp=4,pp=2,schedule=pipedream,accumulate=4,ep=4,zero=3", model=find_model("moe-tiny"))

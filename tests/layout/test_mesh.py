@@ -101,6 +101,8 @@ def test_heads_are_exchanged_between_neighbours_of_cp():
         "ulysses": 0,
         "cp": 2,
         "tp": 1,
+        "ereplica": 5,
+        "eshard": 0,
         "edp": 5,
         "ep": 0,
         "etp": 0,
@@ -109,12 +111,28 @@ def test_heads_are_exchanged_between_neighbours_of_cp():
 
 def test_expert_axes_fold_into_the_ranks_of_a_stage():
     mesh = Mesh(Layout(dp=2, cp=2, tp=2, pp=2, ep=2, etp=2))
-    assert mesh.expert_axis_sizes == {"edp": 2, "ep": 2, "etp": 2}
+    assert mesh.expert_axis_sizes == {"ereplica": 1, "eshard": 2, "ep": 2, "etp": 2}
     assert mesh.groups("etp")[:2] == ((0, 1), (2, 3))
     assert mesh.groups("ep")[:2] == ((0, 2), (1, 3))
     assert mesh.groups("edp") == ((0, 4), (1, 5), (2, 6), (3, 7), (8, 12), (9, 13), (10, 14), (11, 15))
     assert mesh.groups(("ep", "etp")) == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15))
     assert [mesh.coordinates(14)[name] for name in ("edp", "ep", "etp")] == [1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "shards", "replicas"),
+    [
+        ("dp=8,shard=4,ep=2", ((0, 2), (1, 3), (4, 6), (5, 7)), ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("dp=8,shard=4,ep=2,etp=2", tuple((rank,) for rank in range(8)), ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("dp=8,shard=2,ep=4", tuple((rank,) for rank in range(8)), ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("dp=4,shard=2,tp=2,ep=2", ((0, 2), (1, 3), (4, 6), (5, 7)), ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("dp=4,zero=1,ep=2", ((0, 2), (1, 3)), ((0,), (1,), (2,), (3,))),
+    ],
+)
+def test_copies_of_experts_are_sharded_inside_hsdp_groups(layout, shards, replicas):
+    mesh = Mesh(Layout.parse(layout))
+    assert mesh.groups("eshard") == shards
+    assert mesh.groups("ereplica") == replicas
 
 
 def test_tp_is_innermost_and_cp_is_next():

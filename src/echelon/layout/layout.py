@@ -163,6 +163,11 @@ class Layout:
         return self.shard if self.zero else 1
 
     @property
+    def num_expert_shards(self) -> int:
+        """Ranks that shard the same experts: the copies in an HSDP group (shard x cp x tp ranks), or 1."""
+        return max(1, self.shard * self.cp * self.tp // (self.ep * self.etp)) if self.zero else 1
+
+    @property
     def batch(self) -> int:
         """Global batch: sequences per step."""
         return self.dp * self.microbatch * self.accumulate

@@ -16,7 +16,8 @@ So the stride of an axis is the product of the sizes inside it, and a rank is th
 tp and cp are products of axes too if the layout asks for it: a grid of tp (2d, 2.5d, 3d) is z layers of y rows of x
 ranks, and cp_kind=ring-ulysses is a ring of groups of neighbours that exchange heads (ulysses).
 
-Experts are folded into the ranks of a stage: in the same order, tp innermost, these are edp x ep x etp too.
+Experts are folded into the ranks of a stage: in the same order, tp innermost, these are edp x ep x etp too. The copies
+of the experts (edp) are two axes, as dp is: ereplica (outer), and eshard (inner), the copies in one HSDP group.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ RankGroup = tuple[int, ...]
 DEFAULT_ORDER = ("pp", "dp")
 _ORDERS = (DEFAULT_ORDER, ("dp", "pp"))
 
+EXPERT_DP_AXES = ("ereplica", "eshard")
+"""the axes of edp"""
 COMPOSITE_AXES = {"dp": ("replica", "shard"), "cp": ("ring", "ulysses"), "tp": ("z", "y", "x")}
 """axes that may be products of others"""
 STAGE_AXES = ("dp", "cp", "tp")
-EXPERT_AXES = ("edp", "ep", "etp")
-"""the ranks of a stage (dp x cp x tp) as experts use them: replicas, parts of the experts, parts of each expert"""
+EXPERT_AXES = (*EXPERT_DP_AXES, "ep", "etp")
+"""the ranks of a stage (dp x cp x tp) as experts use them: copies, parts of the experts, parts of each expert"""
 
 
 def _cp_axes(layout: Layout) -> dict[str, int]:
@@ -135,14 +138,15 @@ class Mesh:
     @property
     def expert_axis_sizes(self) -> dict[str, int]:
         """Sizes of the expert axes, outermost first."""
-        ep, etp = self.layout.ep, self.layout.etp
-        return {"edp": self.size(STAGE_AXES) // (ep * etp), "ep": ep, "etp": etp}
+        ep, etp, shards = self.layout.ep, self.layout.etp, self.layout.num_expert_shards
+        return {"ereplica": self.size(STAGE_AXES) // (ep * etp * shards), "eshard": shards, "ep": ep, "etp": etp}
 
     def groups(self, axis: str | Sequence[str]) -> tuple[RankGroup, ...]:
         """Return the groups of ranks that differ only on one axis, or on several; they partition the world."""
         names = (axis,) if isinstance(axis, str) else tuple(axis)
-        if set(names) & set(EXPERT_AXES):
-            return self._expert_groups(names)
+        expert_names = [part for name in names for part in (EXPERT_DP_AXES if name == "edp" else (name,))]
+        if set(expert_names) & set(EXPERT_AXES):
+            return self._expert_groups(expert_names)
         inside = set(self._expand_axes(axis))
         members = self._rank_offsets([name for name in self.axes if name in inside])
         firsts = self._rank_offsets([name for name in self.axes if name not in inside])
@@ -170,7 +174,7 @@ class Mesh:
         at = {}
         for name in reversed(EXPERT_AXES):
             place, at[name] = divmod(place, self.expert_axis_sizes[name])
-        return at
+        return at | {"edp": at["ereplica"] * self.expert_axis_sizes["eshard"] + at["eshard"]}
 
     def _rank_offsets(self, names: Sequence[str]) -> list[int]:
         """Return every sum of coordinate x stride over some axes, smallest first."""

@@ -237,6 +237,14 @@ def expert_ranks_divide_stage(layout: Layout, constraints: LayoutConstraints) ->
         yield Violation(("ep", "etp"), f"does not fold into the ranks of a stage ({sizes})")
 
 
+def experts_fit_hsdp_groups(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
+    """A copy of the experts lies in one HSDP group, or in several whole ones."""
+    ranks, experts = layout.shard * layout.cp * layout.tp, layout.ep * layout.etp
+    if layout.shard != layout.dp and ranks % experts and experts % ranks:
+        sizes = f"ep x etp = {experts}, shard x cp x tp = {ranks}"
+        yield Violation(("shard", "ep", "etp"), f"lets a copy of the experts cross HSDP groups ({sizes})")
+
+
 def ep_inner_divides_expert_ranks(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
     ranks, inner, etp = layout.ep * layout.etp, layout.ep_inner, layout.etp
     if inner > 1 and (inner >= ranks or ranks % inner or inner % etp):
@@ -302,6 +310,7 @@ RULES: tuple[LayoutRule, ...] = (
     async_schedule_excludes_state_offload,
     budget_excludes_activation_offload,
     expert_ranks_divide_stage,
+    experts_fit_hsdp_groups,
     ep_inner_divides_expert_ranks,
     ep_divides_experts,
     moe_requires_sp,

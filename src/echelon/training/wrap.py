@@ -6,6 +6,9 @@
 
 Gradients are averaged over dp, as in DDP. That is the gradient of the global mean only if every rank has as many
 targets; `model.mean(total, count)` returns the exact mean over all ranks, with its exact gradient.
+
+A gate that balances by the expert load of a step moves its bias when the step's last backward ends, by the load of all
+ranks: the optimizer does not read the bias, so that is as good as after `optimizer.step()`, and needs no call.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from echelon.parallel.dp.sharded_model import iter_tensors
 from echelon.parallel.parallel_options import ParallelOptions
 from echelon.parallel.partial_gradients import PartialGradients
 from echelon.training.grad_norm import GradientNorm, clip_factor
+from echelon.training.logging.expert_load_counter import ExpertLoadCounter, experts_per_moe_layer
 
 
 class WrappedModel(nn.Module):
@@ -41,11 +45,13 @@ class WrappedModel(nn.Module):
     def __init__(self, model: nn.Module, layout: Layout, options: ParallelOptions):
         super().__init__()
         self.layout = layout
+        num_experts = experts_per_moe_layer(model, layout)
         self._parallel = apply(model, layout, options)
         self.module = self._parallel.model
         self._shards = dict(self._local_parameters())
         self._grad_norm = GradientNorm(self._parallel)
         self._partial_gradients = PartialGradients(self._parallel)
+        self._expert_loads = ExpertLoadCounter(self._parallel, num_experts)
         self._is_last_microbatch, self._starts_step, self._callback_queued = True, True, False
         self._ends_step: bool | None = None
         """whether the current microbatch ends a step, as set when its forward began; None between microbatches"""
@@ -164,8 +170,9 @@ class WrappedModel(nn.Module):
 
     @property
     def _is_sharded(self) -> bool:
+        groups = self._parallel.placement.param_groups
         params = self._parallel.placement.params.values()
-        return self._parallel.policy.num_shards > 1 or any(param.local_shape != param.shape for param in params)
+        return any(g.num_shards > 1 for g in groups) or any(param.local_shape != param.shape for param in params)
 
     def _before_state_dict(self, _module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
         """Refuse `state_dict` of sharded parameters: a file of shards would look like the model."""
@@ -193,7 +200,7 @@ class WrappedModel(nn.Module):
     def _local_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         sharded_model = self._parallel.sharded_model
         for group, piece in sharded_model.pieces():
-            if group.master.in_place and self._parallel.policy.num_shards == 1:
+            if group.master.in_place and group.policy.num_shards == 1:
                 yield piece.param.name, group.parameters[piece.param.name]
             elif piece.start < piece.stop:
                 values = sharded_model.piece_view(group.master.values(), piece)
@@ -206,6 +213,9 @@ class WrappedModel(nn.Module):
             sharded_model.after_update()
         if self.training:
             self._number_samples(args, kwargs)
+        # A forward pass that no backward follows belongs to no step, and a gate must not balance by it.
+        for layer in self._expert_loads.local_layers.values():
+            layer.counts_load = torch.is_grad_enabled()
         if torch.is_grad_enabled():
             if self._starts_step and any(p.grad is not None for p in self._shards.values()):
                 raise ValueError(
@@ -244,6 +254,7 @@ class WrappedModel(nn.Module):
         if not last:
             return
         self._partial_gradients.all_reduce()
+        self._expert_loads.end_step(torch.ones((), dtype=torch.int64, device=self._parallel.options.device))
         for group, piece in sharded_model.pieces():
             if piece.param.trainable and piece.param.name in self._shards:
                 parameter = self._shards[piece.param.name]
@@ -278,7 +289,7 @@ def wrap(model: nn.Module, layout: Layout | str = "", **options: Any) -> Wrapped
         layout = check_layout(layout, world=world_size())
     elif issues := rules.find_issues(layout, world=world_size()):
         raise ValidationError(issues)
-    _refuse_without_engine(model, layout, kernels=options.get("kernels", "auto"))
+    _refuse_without_engine(layout, kernels=options.get("kernels", "auto"))
     first = next(model.parameters(), None)
     if first is None:
         raise ValueError(f"the model has no parameters ({type(model).__name__})")
@@ -290,25 +301,14 @@ def wrap(model: nn.Module, layout: Layout | str = "", **options: Any) -> Wrapped
     return WrappedModel(model, layout, chosen)
 
 
-def _refuse_without_engine(model: nn.Module, layout: Layout, *, kernels: str) -> None:
+def _refuse_without_engine(layout: Layout, *, kernels: str) -> None:
     """Raise ValueError for what only the engine's loop can do."""
     use_engine = "use ec.Engine(model, layout, optimizer).step(batch)"
-    by_load = [name for name, part in model.named_modules() if getattr(part, "balances_by_load", False)]
     sharding = f"cp={layout.cp}" if layout.cp > 1 else f"tp_kind={layout.tp_kind}" if layout.tp_kind != "1d" else ""
     refusals = [
         (layout.pp > 1, f"a pipeline needs the engine's loop (pp={layout.pp}); {use_engine}"),
         (sharding, f"this layout shards every batch ({sharding}), which requires the engine; {use_engine}"),
-        (
-            layout.ep * layout.etp > 1,
-            "expert parallelism requires the engine, which gives gates the load of the global batch "
-            f"(ep={layout.ep}); {use_engine}",
-        ),
         (layout.offload != "none", f"offload requires the engine's optimizer (offload={layout.offload}); {use_engine}"),
-        (
-            by_load,
-            f"a gate that balances by the expert load of a step requires the engine ({', '.join(by_load[:1])}); "
-            f"{use_engine}, or a gate with a load-balance loss",
-        ),
         (
             layout.accumulate > 1 or layout.microbatch > 1,
             "your loop makes the microbatches; leave microbatch and accumulate out of the layout, "

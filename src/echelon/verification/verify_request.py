@@ -32,7 +32,8 @@ DEFAULT_MOE_LAYOUTS = (
 """the default layouts of MoE models"""
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send")
-AXES = ("dp", "replica", "shard", "tp", "x", "y", "z", "cp", "ring", "ulysses", "pp", "edp", "ep", "etp")
+EXPERT_AXES = ("edp", "ereplica", "eshard", "ep", "etp")
+AXES = ("dp", "replica", "shard", "tp", "x", "y", "z", "cp", "ring", "ulysses", "pp", *EXPERT_AXES)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 WORLD_AXIS = "pp*replica*shard*cp*tp"
 STAGE_RANKS_AXIS = "replica*shard*cp*tp"
 """ranks of one pipeline stage, which must make the same choices"""
-EXPERT_DP_AXIS = "edp"
+EXPERT_SHARD_AXES = ("edp", "eshard")
+"""axes over which experts are sharded: all their copies, or those of one HSDP group"""
 
 
 def mesh_axis_names(policy: ShardingPolicy, token_axis: str) -> tuple[str, ...]:

@@ -84,6 +84,7 @@ def state_bytes(
     reduce_bytes: int = 0,
     num_versions: int = 1,
     float16: bool = False,
+    expert_policy: ShardingPolicy | None = None,
 ) -> dict[str, int]:
     """Return the bytes that a rank holds between steps, by category; `moments` is optimizer values per element.
 
@@ -94,7 +95,9 @@ def state_bytes(
     (grad_buffer.py): their bytes are those at the end of backward.
     """
     totals = dict.fromkeys(("parameters", "master", "gradients", "optimizer", "versions"), 0)
+    dense_policy = policy
     for group in groups:
+        policy = expert_policy if group.is_expert and expert_policy is not None else dense_policy
         compute, master = group.element_bytes(compute_bytes), group.element_bytes(master_bytes)
         full_numel, shard_numel = group.num_shards * group.shard_numel, group.shard_numel
         split = policy.splits_master_weights(compute_bytes=compute, master_bytes=master) and not float16

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from echelon.layout.placement import ParamGroupSpec, Placement, group_params
-from echelon.parallel.comm.axis_names import EXPERT_DP_AXIS
+from echelon.parallel.comm.axis_names import EXPERT_SHARD_AXES
 from echelon.parallel.comm.mesh_axis import SINGLE_RANK, MeshAxes, enumerate_groups
 from echelon.parallel.dp.offload_policy import make_offload
 from echelon.parallel.dp.param_group import ParamGroup
@@ -50,7 +50,7 @@ def shard_parameters(context: TransformContext) -> None:
 
 def param_shard_axis(policy: ShardingPolicy) -> str:
     """Return the axis of the ranks of a stage that hold different elements of a parameter."""
-    inner = "tp" if policy.shard_axis not in (EXPERT_DP_AXIS, SINGLE_RANK) else "etp"
+    inner = "tp" if policy.shard_axis not in (*EXPERT_SHARD_AXES, SINGLE_RANK) else "etp"
     return inner if policy.shard_axis == SINGLE_RANK else f"{policy.shard_axis}*{inner}"
 
 

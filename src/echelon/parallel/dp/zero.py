@@ -12,7 +12,8 @@ else is when to move what:
 
 With `shard=` smaller than dp (HSDP) the shards of a group are all-reduced over the replicas once a step. Ranks of cp
 hold the same parameters, and each has a partial sum of every gradient: they shard the groups too if all of dp does,
-and are replicas otherwise. sharded_model.py executes this; cost.py counts it.
+and are replicas otherwise. Experts have other copies, and so shards of their own. sharded_model.py
+executes this; cost.py counts it.
 """
 
 from __future__ import annotations
@@ -103,16 +104,19 @@ def sharding_policy(
 
 
 def expert_sharding_policy(layout: Layout, dense: ShardingPolicy) -> ShardingPolicy:
-    """Return the policy of experts, which ep x etp ranks divide: the remaining ranks (edp) shard or replicate them."""
-    replicas = layout.dp * layout.cp * layout.tp // (layout.ep * layout.etp)
-    shards = replicas if layout.zero else 1
+    """Return the policy of experts, which ep x etp ranks divide: the remaining ranks (edp) shard or replicate them.
+
+    Under HSDP the copies of one HSDP group shard them, and the copies of other groups are replicas.
+    """
+    copies, shards = layout.dp * layout.cp * layout.tp // (layout.ep * layout.etp), layout.num_expert_shards
+    shard_axis, replica_axis = ("edp", "alone") if shards == copies else ("eshard", "ereplica")
     return replace(
         dense,
         num_shards=shards,
-        num_replicas=replicas // shards,
-        shard_axis="edp" if layout.zero else "alone",
-        replica_axis="alone" if layout.zero else "edp",
+        num_replicas=copies // shards,
+        shard_axis=shard_axis if layout.zero else "alone",
+        replica_axis=replica_axis if layout.zero else "edp",
         reduce_scatter_every_microbatch=layout.zero >= 2 and shards > 1,
         reshards_params=layout.zero == 3 and shards > 1,
-        accumulates_grads=dense.accumulates_grads or replicas > 1,
+        accumulates_grads=dense.accumulates_grads or copies > 1,
     )

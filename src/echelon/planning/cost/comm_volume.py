@@ -15,7 +15,7 @@ from echelon.parallel.tp import cost as tp_cost
 from echelon.parallel.tp_grid import cost as tp_grid_cost
 from echelon.planning.cluster.link_time import collective_bytes
 from echelon.planning.cost.activation_memory import partitions_inputs
-from echelon.planning.cost.param_group_traffic import data_parallel_ranks, gathered_numel, param_groups
+from echelon.planning.cost.param_group_traffic import gathered_numel, group_policy, param_groups
 from echelon.planning.cost.recompute_cost import recomputed_layers
 from echelon.planning.model.model_shape import COLUMN_PARALLEL, ROW_PARALLEL, MatmulShape
 from echelon.planning.scenario import Scenario
@@ -79,8 +79,7 @@ def dp_wire_bytes(scenario: Scenario) -> float:
     """Bytes that a step sends over dp for parameters and gradients."""
     total = 0.0
     for group, n in param_groups(scenario, 0):
-        num_replicas = data_parallel_ranks(scenario, group.name) // group.num_shards
-        policy = replace(scenario.sharding_policy, num_shards=group.num_shards, num_replicas=num_replicas)
+        policy = group_policy(scenario, group)
         numel = group.num_shards * group.shard_numel
         is_split = scenario.recomputes_layers and gathered_numel(scenario, numel) < numel
         collectives = dp_cost.collectives(
@@ -93,6 +92,6 @@ def dp_wire_bytes(scenario: Scenario) -> float:
             # A layer that memory.buffer splits is gathered module by module for recomputation, and once more after it.
             recomputed={group.name} if is_split else (),
         )
-        sizes = {policy.replica_axis: num_replicas}
+        sizes = {policy.replica_axis: policy.num_replicas}
         total += n * sum(collective_bytes(item, sizes.get(item.axis, group.num_shards)) for item in collectives)
     return total

@@ -16,7 +16,7 @@ from echelon.optim.optimizer_groups import is_muon_matrix
 from echelon.optim.update_rule import UpdateRule
 from echelon.parallel.tp import cost as tp_cost
 from echelon.planning.cluster.link_time import wire_bytes
-from echelon.planning.cost.param_group_traffic import EXPERT_GROUP, OUTSIDE_GROUP, data_parallel_ranks, param_groups
+from echelon.planning.cost.param_group_traffic import OUTSIDE_GROUP, param_groups
 from echelon.planning.cost.step_work import UpdateWork
 from echelon.planning.model.model_shape import LayerShape
 from echelon.planning.scenario import NUM_MOMENTS, Scenario
@@ -91,10 +91,9 @@ def _layer_matrices(scenario: Scenario, layer: LayerShape, count: float) -> Iter
     for matmul in layer.matmuls:
         outputs = matmul.fused_outputs or (matmul.outputs,)
         if matmul.experts:
-            expert_shards = data_parallel_ranks(scenario, EXPERT_GROUP) if layout.zero else 1
             stacked = (len(outputs),) if len(outputs) > 1 else ()
             shape = (matmul.experts, *stacked, outputs[0], matmul.inputs)
-            yield ParamMatrix("experts.weight", shape, count, layout.ep * layout.etp, expert_shards)
+            yield ParamMatrix("experts.weight", shape, count, layout.ep * layout.etp, layout.num_expert_shards)
             continue
         for rows in outputs:
             yield ParamMatrix("weight", (rows, matmul.inputs), count, ranks if matmul.split else 1, shards)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from echelon.layout import Layout
 from echelon.layout.placement import LogicalParam, ParamGroupSpec
 from echelon.parallel.dp import cost as dp_cost
-from echelon.parallel.dp.zero import sharding_policy
+from echelon.parallel.dp.zero import ShardingPolicy, expert_sharding_policy, sharding_policy
 from echelon.parallel.tp import cost as tp_cost
 from echelon.planning.model.layer_counts import EXPERT_GRAD_COPY_BYTES, FP8_CAST_BYTES, GRAD_ACCUMULATE_BYTES
 from echelon.planning.model.model_shape import LayerShape
@@ -33,8 +32,7 @@ def param_groups(scenario: Scenario, stage: int) -> list[tuple[ParamGroupSpec, f
         groups.append((param_group(layer.name, dense_parameters(layer, layout), num_shards), count))
         if layer.is_moe:
             experts = math.ceil(layer.expert_parameters / (layout.ep * layout.etp))
-            expert_shards = data_parallel_ranks(scenario, EXPERT_GROUP) if layout.zero else 1
-            groups.append((param_group(EXPERT_GROUP, experts, expert_shards), count))
+            groups.append((param_group(EXPERT_GROUP, experts, layout.num_expert_shards), count))
     outside = shape.embedding_parameters if stage == 0 else 0
     if stage == layout.pp - 1:
         outside += shape.other_parameters + (0 if shape.tied and layout.pp == 1 else shape.head_parameters)
@@ -78,13 +76,19 @@ def data_parallel_ranks(scenario: Scenario, group: str) -> int:
     return max(1, ranks * layout.tp // (layout.ep * layout.etp)) if group == EXPERT_GROUP else ranks
 
 
+def group_policy(scenario: Scenario, group: ParamGroupSpec) -> ShardingPolicy:
+    """Policy of a group: experts have other copies than the rest, and where they have one it is never resharded."""
+    dense = scenario.sharding_policy
+    return expert_sharding_policy(scenario.layout, dense) if group.name == EXPERT_GROUP else dense
+
+
 def group_state_bytes(
     scenario: Scenario, group: ParamGroupSpec, *, num_versions: int = 1, float16: bool = False
 ) -> dict[str, int]:
     """Bytes of a group's states and gradients on a rank by category, by the cost function of ZeRO."""
     return dp_cost.state_bytes(
         [group],
-        replace(scenario.sharding_policy, num_shards=group.num_shards),
+        group_policy(scenario, group),
         compute_bytes=scenario.element_bytes,
         master_bytes=scenario.master_bytes,
         moments=NUM_MOMENTS,

@@ -205,7 +205,9 @@ def _zero_options(request: PlanRequest, dp: int, family: LayoutFamily, pp: int) 
     if dp * family.cp == 1:
         return [{"zero": 1 if pp > 1 else 0}]
     in_node = request.cluster.per_node // (family.tp * family.cp)
-    hsdp = [{"zero": 3, "shard": in_node}] if 1 < in_node < dp and not dp % in_node else []
+    group, experts = in_node * family.tp * family.cp, family.ep * int(request.fixed.get("etp", 1))
+    fits = 1 < in_node < dp and not dp % in_node and (not group % experts or not experts % group)
+    hsdp = [{"zero": 3, "shard": in_node}] if fits else []
     return [{"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3}, *hsdp]
 
 
