@@ -16,6 +16,8 @@ from echelon import models
 from echelon.launch.rank_failure import RankError
 from echelon.layout import Layout
 from echelon.memory.checkpointing.checkpoint_wrapper import CheckpointSegment, _LayerCall
+from echelon.models.hf.hf_config_reader import parse_hf_config
+from echelon.models.hf.hf_config_writer import hf_config
 from echelon.models.moe_config import MoEConfig
 from echelon.optim.torch_optimizer import TorchOptimizer
 from echelon.parallel.dp.grad_reduction import flat_norm
@@ -354,3 +356,15 @@ def test_bf16_gradients_disabled_torchs_fused_update_on_the_host(pool, compute):
     """They are cast before the update, but the check read their original dtype: unfused torch on the host
     took 14 seconds for what the fused kernel does in half of one."""
     assert pool.run(updates_on_the_host, 1, compute) == [{TorchOptimizer}]
+
+
+def test_the_balance_loss_of_an_imported_moe_shrank_with_its_dense_layers():
+    """transformers' coefficient is of a mean over MoE layers, and was divided by the number of all layers: a Qwen3-MoE
+    with a dense layer among two trained with half of its balance loss. Logits, which were compared, do not depend on
+    it; the first comparison of losses with transformers found it."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48}
+    given = {"model_type": "qwen3_moe", "vocab_size": 97, "max_position_embeddings": 64, **sizes}
+    given |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0, 1, 2]}
+    saved = parse_hf_config({**given, "router_aux_loss_coef": 0.25}, "small")
+    assert dict(saved.config.moe.options)["balance"] == 0.25
+    assert hf_config(saved, "float32")["router_aux_loss_coef"] == 0.25

@@ -371,7 +371,8 @@ def _rope(values: ConfigValues) -> dict[str, Any]:
 
 
 def _moe_config(values: ConfigValues, spec: ModelSpec, moe: MoESpec) -> MoEConfig:
-    balance = ("balance", values.number("router_aux_loss_coef", 0.001) / spec.layers)
+    # transformers takes the mean over MoE layers, dense ones left out.
+    balance = ("balance", values.number("router_aux_loss_coef", 0.001) / max(sum(moe.layers), 1))
     config = MoEConfig(experts=moe.experts, k=moe.top_k, ffn=moe.ffn, gate="mixtral", options=(balance,))
     if values.model_type == "mixtral":
         return config

@@ -125,7 +125,7 @@ def _moe(config: ModelConfig, moe: MoEConfig, model_type: str) -> dict[str, Any]
     result: dict[str, Any] = {"num_experts_per_tok": round(moe.k)}
     if model_type in ("mixtral", "qwen3_moe"):
         balance = float(options.get("balance", 0.02 if model_type == "mixtral" else 0.001))
-        result["router_aux_loss_coef"] = float(f"{balance * config.layers:.12g}")
+        result["router_aux_loss_coef"] = float(f"{balance * max(config.num_moe_layers, 1):.12g}")
         result["output_router_logits"] = False
     if model_type == "mixtral":
         return {**result, "num_local_experts": moe.experts, "intermediate_size": moe.ffn}

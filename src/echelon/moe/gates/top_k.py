@@ -6,8 +6,8 @@
 
 Mixtral (Jiang et al. 2024) takes the softmax of the k largest logits, which is the softmax of all divided by the sum of
 the k largest. The papers do not state their balance loss; this is that of the published code, whose coefficient
-(router_aux_loss_coef: Mixtral 0.02, Qwen 0.001) is of all layers together. `balance` is of one layer: the published
-one divided by the number of layers.
+(router_aux_loss_coef: Mixtral 0.02, Qwen 0.001) is of all MoE layers together. `balance` is of one layer: the published
+one divided by the number of MoE layers.
 """
 
 from __future__ import annotations
