@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from echelon.cli import app
 from echelon.config.sections import OptimizerConfig
 from echelon.models import model_config
+from echelon.verification.layout_case import case_for_layout
 from echelon.verification.verify_request import DEFAULT_LAYOUTS, VerifyRequest
 
 OWN = """
@@ -50,7 +51,8 @@ def test_json_has_a_verdict_per_layout(own):
     assert found["passed"] is True
     assert [row["layout"] for row in found["layouts"]] == ["dp=2", "dp=2,zero=3,accumulate=2"]
     for row in found["layouts"]:
-        assert row.keys() == {"layout", "passed", "max_error", "first_difference", "seconds"}
+        keys = ("layout", "passed", "max_error", "first_difference", "seconds", "ran", "folded", "model")
+        assert row.keys() == set(keys)
         assert (row["passed"], row["first_difference"]) == (True, None)
         assert 0 <= row["max_error"] <= 1e-10
 
@@ -58,7 +60,8 @@ def test_json_has_a_verdict_per_layout(own):
 def test_a_failure_prints_a_table_and_sets_the_exit_code():
     shown = invoke("--layouts", "dp=2,zero=1", "--leave-out", "shard:reduce_scatter")
     assert shown.exit_code == 1
-    line, reason, last = shown.stdout.splitlines()
+    model, line, reason, last = shown.stdout.splitlines()
+    assert model.startswith("model llama-tiny-reduced: 4 layers, width 64, 4 heads (2 kv)")
     assert line.startswith("FAIL  dp=2,zero=1")
     assert "first difference: gradient of " in reason
     assert reason.endswith("axis dp")
@@ -130,9 +133,34 @@ def test_the_configured_optimizer_is_verified_on_a_custom_model(own, tmp_path):
 
 
 def test_a_large_model_is_shrunk():
-    case, _ = VerifyRequest(model="llama-70b", layouts="tp=4").resolve()
-    assert case.model.parameters < model_config.find_model("llama-tiny").parameters * 3
-    assert case.model.family == "llama"
+    case, (layout,) = VerifyRequest(model="llama-70b", layouts="tp=4").resolve()
+    small = case_for_layout(case, layout).case.model
+    assert small.parameters < model_config.find_model("llama-tiny").parameters * 3
+    assert small.family == "llama"
+
+
+def test_a_large_layout_is_folded_and_every_output_says_so():
+    layout = "dp=4,tp=8,pp=2,schedule=zb-v,microbatch=2,accumulate=128"
+    folded = "dp=4 to 2, tp=8 to 2, accumulate=128 to 4"
+    shown = invoke("--model", "llama-70b", "--layouts", layout)
+    assert shown.exit_code == 0, shown.output
+    model, line, note, last = shown.stdout.splitlines()
+    assert model.startswith("model llama-70b-reduced: 4 layers, width 64, 8 heads (2 kv)")
+    assert line.startswith(f"PASS  {layout} ")
+    assert note.strip() == f"folded: {folded}"
+    assert "1 of them folded to fewer ranks or microbatches" in last
+    shown = invoke("--model", "llama-70b", "--layouts", "dp=4", "--max-ranks", "2", "--json")
+    (row,) = json.loads(shown.stdout)["layouts"]
+    assert (row["layout"], row["ran"], row["folded"]) == ("dp=4", "dp=2,microbatch=2", "dp=4 to 2")
+    assert row["model"].startswith("llama-70b-reduced: ")
+
+
+@pytest.mark.parametrize("ranks", ["0", "1", "-3", "1000000"])
+def test_max_ranks_is_validated_with_the_rest(ranks):
+    shown = invoke("--layouts", "tp=3", "--max-ranks", ranks)
+    assert shown.exit_code == 2
+    assert f"max-ranks={ranks}" in shown.stderr
+    assert "tp=3 does not divide 4 heads (llama-tiny)" in shown.stderr
 
 
 def test_errors_of_the_configuration_are_reported_with_the_rest(tmp_path):

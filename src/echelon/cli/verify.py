@@ -10,6 +10,7 @@ import typer
 from echelon.cli.cli_errors import print_json, report_errors
 from echelon.cli.cli_options import AsJson
 from echelon.layout.validation_error import ValidationError, ValidationIssue
+from echelon.verification.fold_layout import DEFAULT_MAX_RANKS
 
 if TYPE_CHECKING:
     from echelon.layout import Layout
@@ -41,6 +42,9 @@ def command(
     leave_out: Annotated[
         str, typer.Option(metavar="AXIS:COLLECTIVE", help="Leave out a collective, to see verify fail: tp:all_gather.")
     ] = "",
+    max_ranks: Annotated[
+        int, typer.Option(help="Fold larger layouts to this many ranks, dp first; the verdict says what was folded.")
+    ] = DEFAULT_MAX_RANKS,
     as_json: AsJson = False,
 ) -> None:
     """Check layouts against one device, in float64, on a shrunken model."""
@@ -50,7 +54,8 @@ def command(
         if every and (config or model or layouts):
             rule, legal = "verifies all built-in models and layouts", "--all alone, or the others without it"
             raise ValidationError([ValidationIssue("all", "true", rule, legal=legal)])
-        case, wanted = VerifyRequest(config=config, layouts=layouts, model=model, leave_out=leave_out).resolve()
+        request = VerifyRequest(config=config, layouts=layouts, model=model, leave_out=leave_out, max_ranks=max_ranks)
+        case, wanted = request.resolve()
         shown = _VerdictTable(as_json)
         report = _verify(case, wanted, leave_out, every, shown)
     if as_json:
@@ -79,14 +84,20 @@ class _VerdictTable:
         from rich.console import Console
 
         self.console = Console(quiet=quiet)
+        self.model = ""
 
     def row(self, verdict: LayoutVerdict, label: str = "") -> None:
         from rich.text import Text
 
+        if verdict.model != self.model:
+            self.model = verdict.model
+            self.console.print(Text(f"model {verdict.model}", style="dim"), soft_wrap=True)
         word = Text("PASS", style="bold green") if verdict.passed else Text("FAIL", style="bold red")
         name = f"{verdict.layout}{'  ' + label if label else ''}"
         line = Text.assemble(word, f"  {name:<52} error {verdict.max_error:8.1e}   {verdict.seconds:5.1f} s")
         self.console.print(line, soft_wrap=True)
+        if verdict.folded:
+            self.console.print(Text(f"      folded: {verdict.folded}", style="yellow"), soft_wrap=True)
         for text in _explain(verdict):
             self.console.print(Text("      " + text, style="red"), soft_wrap=True)
 
@@ -95,7 +106,10 @@ class _VerdictTable:
         seconds = sum(verdict.seconds for verdict in report.verdicts)
         style = "bold green" if report.passed else "bold red"
         outcome = "compute what one device computes, to 1e-10" if report.passed else "pass"
-        self.console.print(f"[{style}]{count} of {total}[/] layouts {outcome} ({seconds:.0f} s)")
+        folded = sum(bool(verdict.folded) for verdict in report.verdicts)
+        scope = f", {folded} of them folded to fewer ranks or microbatches" if folded else ""
+        line = f"[{style}]{count} of {total}[/] layouts {outcome}{scope} ({seconds:.0f} s)"
+        self.console.print(line, soft_wrap=True)
 
 
 def _explain(verdict: LayoutVerdict) -> list[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from echelon.models.model_config import SIZES, ModelConfig, find_model, reduced_config
+from echelon.models.model_config import SIZES, ModelConfig, find_model
+from echelon.models.reduced_model import reduced_config
 
 if TYPE_CHECKING:
     import torch

@@ -47,17 +47,6 @@ class MLAConfig:
         up = self.kv_rank * (1 + heads * (self.nope_dim + self.value_dim))
         return query + down + up + heads * self.value_dim * width
 
-    def reduced(self, nope_dim: int) -> MLAConfig:
-        """A smaller configuration with heads of this size, in about DeepSeek's proportions."""
-        half = max(nope_dim // 4 * 2, 2)
-        return MLAConfig(
-            query_rank=2 * nope_dim if self.query_rank else 0,
-            kv_rank=nope_dim + half,
-            rope_dim=half,
-            nope_dim=nope_dim,
-            value_dim=nope_dim,
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:

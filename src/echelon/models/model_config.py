@@ -361,28 +361,3 @@ def override_config(
         dropout=config.dropout if dropout is None else dropout,
         tied=config.tied if tied is None else tied,
     )
-
-
-def reduced_config(
-    config: ModelConfig, *, layers: int = 4, width: int = 64, heads: int = 4, vocab: int = 257, max_seq_len: int = 256
-) -> ModelConfig:
-    """A small model of the same family and features, with about the same ratios of kv heads and ffn."""
-    if config.family == "conv":
-        return config
-    ratio, scale = config.heads / config.kv_heads, width / config.width
-    divisors = [kv for kv in range(1, heads + 1) if heads % kv == 0]
-    per_head = config.explicit_head_dim * config.heads / config.width
-    return replace(
-        config,
-        name=f"{config.name}-reduced",
-        layers=min(layers, config.layers),
-        width=width,
-        heads=heads,
-        kv_heads=min(divisors, key=lambda kv: abs(heads / kv - ratio)),
-        ffn=-(-config.ffn * width // (config.width * 16)) * 16,
-        vocab=min(vocab, config.vocab),
-        max_seq_len=min(max_seq_len, config.max_seq_len),
-        explicit_head_dim=2 * round(per_head * width / heads / 2),
-        mla=config.mla and config.mla.reduced(width // heads),
-        moe=config.moe and config.moe.reduced(scale),
-    )

@@ -64,21 +64,6 @@ class MoEConfig:
         """Parameters of one layer's gate and of the routed experts of one token."""
         return self.k * self._expert_parameters(width) + self._router_parameters(width)
 
-    def reduced(self, scale: float) -> MoEConfig:
-        """A smaller configuration: at most 16 experts, of a hidden size times `scale` or less, one dense layer."""
-        experts, options, k = min(self.experts, 16), dict(self.options), min(self.k, 4)
-        if "num_groups" in options:
-            options = gates.group_options(self.gate, experts, options)
-        return replace(
-            self,
-            experts=experts,
-            k=k,
-            ffn=max(min(round(self.ffn * scale), 256 // experts), 8),
-            options=tuple(options.items()),
-            shared_ffn=max(min(round(self.shared_ffn * scale), 64), 8) if self.shared_ffn else 0,
-            dense_layers=min(self.dense_layers, 1),
-        )
-
     def _expert_parameters(self, width: int) -> int:
         return (3 if self.activation == "swiglu" else 2) * width * self.ffn
 

@@ -56,7 +56,8 @@ def group_options(gate: str, num_experts: int, options: Mapping[str, Any]) -> di
     others = {key: value for key, value in options.items() if key not in ("num_groups", "group_limit")}
     if gate not in GROUP_LIMITED_GATES:
         return others  # the hierarchical gate derives its groups
-    groups = max(num_experts // DEFAULT_GROUP_SIZE, 1)
+    # As many groups of about that size as divide the experts.
+    groups = max(n for n in range(1, max(num_experts // DEFAULT_GROUP_SIZE, 1) + 1) if num_experts % n == 0)
     return {**others, "num_groups": groups, "group_limit": max(groups // 2, 1)}
 
 

@@ -20,9 +20,17 @@ from echelon.models.model_config import ModelConfig
 from echelon.pipeline.schedules import updates_per_step
 from echelon.verification.compare import Difference, RankReport, run_and_compare
 from echelon.verification.emulation import write_emulation
+from echelon.verification.fold_layout import DEFAULT_MAX_RANKS
+from echelon.verification.layout_case import case_for_layout
 from echelon.verification.truth import write_truth
 from echelon.verification.verify_case import VerifyCase
-from echelon.verification.verify_request import check_leave_out, default_layouts, make_case, parse_layouts
+from echelon.verification.verify_request import (
+    check_leave_out,
+    check_max_ranks,
+    default_layouts,
+    make_case,
+    parse_layouts,
+)
 
 TOLERANCE, TIMEOUT = 1e-10, 120.0
 """largest `relative_error` that passes, in float64; seconds for each collective"""
@@ -44,6 +52,12 @@ class LayoutVerdict:
     seconds: float
     trouble: str = ""
     """why it could not be compared, if so"""
+    ran: str = ""
+    """the layout as it ran"""
+    folded: str = ""
+    """what was folded to run it here; empty if nothing was"""
+    model: str = ""
+    """the sizes of the model that ran"""
 
     def to_json(self) -> dict[str, Any]:
         first = self.first_difference
@@ -54,6 +68,9 @@ class LayoutVerdict:
             "max_error": self.max_error,
             "first_difference": shown,
             "seconds": self.seconds,
+            "ran": self.ran,
+            "folded": self.folded,
+            "model": self.model,
         } | ({"trouble": self.trouble} if self.trouble else {})
 
 
@@ -81,6 +98,7 @@ def verify(
     *,
     batch: str | Callable[[int, int], Any] = "",
     leave_out: str = "",
+    max_ranks: int = DEFAULT_MAX_RANKS,
     pool: RankPool | None = None,
     progress: Callable[[LayoutVerdict], None] = lambda _: None,
     **case_options: Any,
@@ -89,14 +107,16 @@ def verify(
 
     `model` is a named model, or a function (or `file.py:function`) that builds a custom one, with `batch` a function of
     (sequences, seed) that makes its batches. `leave_out` drops a collective on purpose, such as "tp:all_reduce", to see
-    the failure. Without `layouts`, it takes defaults for the model.
+    the failure. Without `layouts`, it takes defaults for the model. A layout of more than `max_ranks` ranks is folded
+    to as many, and its verdict says what was folded.
 
     >>> report = ec.verify("llama-tiny", "dp=2; tp=2")
     >>> report.passed
     True
     """
     check_leave_out(leave_out)
-    case = make_case(model, batch, **case_options)
+    check_max_ranks(max_ranks)
+    case = make_case(model, batch, max_ranks=max_ranks, **case_options)
     layouts_to_run = parse_layouts(default_layouts(case) if layouts is None else layouts, case)
     with RankPool(preload=PRELOAD) if pool is None else nullcontext(pool) as ranks:
         return Verifier(ranks, case, leave_out).report(layouts_to_run, progress)
@@ -109,7 +129,7 @@ class Verifier:
         self.pool, self.case, self.leave_out = pool, case, leave_out
         self._folder = Path(tempfile.mkdtemp(prefix="echelon-verify-"))
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        self._truth_files: dict[tuple[int | str, ...], Path] = {}
+        self._truth_files: dict[tuple[Any, ...], Path] = {}
         self._collective_skipped = False
 
     def report(self, layouts: Iterable[Layout], progress: Callable[[LayoutVerdict], None] = lambda _: None) -> Report:
@@ -126,26 +146,30 @@ class Verifier:
         return Report(verdicts=tuple(verdicts))
 
     def verify_layout(self, layout: Layout) -> LayoutVerdict:
-        started, name, layout = time.perf_counter(), str(layout), with_two_sequences(layout)
+        started, run = time.perf_counter(), case_for_layout(self.case, layout)
+        case, ran = run.case, with_two_sequences(run.layout)
         differences: list[Difference] = []
         trouble = ""
         try:
-            differences = self._differences(layout)
+            differences = self._differences(case, ran)
         except RankError as error:
             trouble = str(error)
         wrong = [difference for difference in differences if difference.error > TOLERANCE]
         return LayoutVerdict(
-            layout=name,
+            layout=str(layout),
             passed=not wrong and not trouble,
             max_error=float("inf") if trouble else max(difference.error for difference in differences),
             first_difference=wrong[0] if wrong else None,
-            axis=self._find_wrong_axis(layout) if wrong else "",
+            axis=self._find_wrong_axis(case, ran) if wrong else "",
             seconds=time.perf_counter() - started,
             trouble=trouble,
+            ran=str(ran),
+            folded=run.folded.changes,
+            model=run.model,
         )
 
-    def _differences(self, layout: Layout) -> list[Difference]:
-        arguments = (self._case_for(layout), str(layout), self.leave_out, self._truth_file(layout))
+    def _differences(self, case: VerifyCase, layout: Layout) -> list[Difference]:
+        arguments = (_with_enough_steps(case, layout), str(layout), self.leave_out, self._truth_file(case, layout))
         reports: list[RankReport] = self.pool.run(run_and_compare, layout.world, *arguments, timeout=TIMEOUT)
         self._collective_skipped |= any(report.collective_skipped for report in reports)
         largest: dict[tuple[int, str, str], Difference] = {}
@@ -164,25 +188,21 @@ class Verifier:
         kinds = ("gradient", "parameter", "buffer", "norm", "loss")
         return sorted(largest.values(), key=lambda d: (d.step, kinds.index(d.kind), order.get(d.name, 0)))
 
-    def _case_for(self, layout: Layout) -> VerifyCase:
-        """The case with about as many updates for every schedule: rounding errors grow with each of them."""
-        updates = updates_per_step(layout)
-        return replace(self.case, steps=max(-(-self.case.steps // updates), min(self.case.steps, 3)))
-
-    def _truth_file(self, layout: Layout) -> Path:
+    def _truth_file(self, case: VerifyCase, layout: Layout) -> Path:
         """The file with what one device computes; for asynchronous schedules by their own rule."""
         rule = (layout.schedule, layout.pp) if layout.schedule in ASYNC_SCHEDULES else ()
-        key = (layout.batch, layout.accumulate, *rule)
+        key = (case.model, case.seq_len, layout.batch, layout.accumulate, *rule)
         if key not in self._truth_files:
-            path = self._folder / f"{'-'.join(map(str, key))}.safetensors"
+            path = self._folder / f"{len(self._truth_files)}.safetensors"
             if rule:
-                self.pool.run(write_emulation, 1, self._case_for(layout), str(layout), path, timeout=TIMEOUT)
+                arguments = (_with_enough_steps(case, layout), str(layout), path)
+                self.pool.run(write_emulation, 1, *arguments, timeout=TIMEOUT)
             else:
-                self.pool.run(write_truth, 1, self.case, layout.batch, layout.accumulate, path, timeout=TIMEOUT)
+                self.pool.run(write_truth, 1, case, layout.batch, layout.accumulate, path, timeout=TIMEOUT)
             self._truth_files[key] = path
         return self._truth_files[key]
 
-    def _find_wrong_axis(self, layout: Layout) -> str:
+    def _find_wrong_axis(self, case: VerifyCase, layout: Layout) -> str:
         """The axes that fail alone: splitting over one axis at a time finds the wrong reduction."""
         shards, replicas = layout.num_shards, layout.dp // layout.num_shards
         none: dict[str, dict[str, int | str]] = {
@@ -205,15 +225,22 @@ class Verifier:
             "replica": only("dp", dp=replicas, shard=replicas, zero=0),
         }
         names = {axis: part for axis, part in alone.items() if part.world > 1}
-        failing = [axis for axis, part in names.items() if self._fails(part)] if len(names) > 1 else []
+        failing = [axis for axis, part in names.items() if self._fails(case, part)] if len(names) > 1 else []
         hybrid, wrong_axes = 1 < layout.num_shards < layout.dp, failing or names
         return " x ".join(axis if hybrid or axis in ("tp", "cp", "pp", "ep") else "dp" for axis in wrong_axes)
 
-    def _fails(self, layout: Layout) -> bool:
+    def _fails(self, case: VerifyCase, layout: Layout) -> bool:
         try:
-            return any(difference.error > TOLERANCE for difference in self._differences(with_two_sequences(layout)))
+            differences = self._differences(case, with_two_sequences(layout))
+            return any(difference.error > TOLERANCE for difference in differences)
         except RankError:
             return True
+
+
+def _with_enough_steps(case: VerifyCase, layout: Layout) -> VerifyCase:
+    """The case with about as many updates for every schedule: rounding errors grow with each of them."""
+    updates = updates_per_step(layout)
+    return replace(case, steps=max(-(-case.steps // updates), min(case.steps, 3)))
 
 
 def with_two_sequences(layout: Layout) -> Layout:

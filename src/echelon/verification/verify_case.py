@@ -34,6 +34,10 @@ class VerifyCase:
     packed: bool = False
     """several documents per sequence"""
     seed: int = 1234
+    reduce: bool = False
+    """whether each layout gets a model that is reduced for it (layout_case.py)"""
+    max_ranks: int = 0
+    """ranks to which a layout is folded (fold_layout.py); 0: as many as it has"""
 
     def __post_init__(self) -> None:
         if self.steps < 1:

@@ -11,12 +11,15 @@ from typing import Any
 from echelon.config.run_config import Config
 from echelon.config.sections import OptimizerConfig
 from echelon.layout import Layout, check_layouts, grammar
+from echelon.layout.rules import LayoutConstraints, find_violations
 from echelon.layout.validation_error import ValidationError, ValidationIssue
 from echelon.models import model_config, user_model
 from echelon.models.model_config import ModelConfig
 from echelon.models.user_model import factory_spec
 from echelon.pipeline.schedules import schedule_file_error
 from echelon.training.start_training import default_procs
+from echelon.verification.fold_layout import DEFAULT_MAX_RANKS
+from echelon.verification.layout_case import case_for_layout
 from echelon.verification.verify_case import VerifyCase
 
 DEFAULT_LAYOUTS = (
@@ -31,6 +34,8 @@ DEFAULT_MOE_LAYOUTS = (
 )
 """the default layouts of MoE models"""
 
+MAX_RANKS = 1024
+"""processes that one machine may start"""
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send")
 EXPERT_AXES = ("edp", "ereplica", "eshard", "ep", "etp")
 AXES = ("dp", "replica", "shard", "tp", "x", "y", "z", "cp", "ring", "ulysses", "pp", *EXPERT_AXES)
@@ -44,6 +49,7 @@ class VerifyRequest:
     layouts: str = ""
     model: str = ""
     leave_out: str = ""
+    max_ranks: int = DEFAULT_MAX_RANKS
 
     def resolve(self) -> tuple[VerifyCase, list[Layout]]:
         """The case and its layouts. Raises ValidationError with every issue."""
@@ -51,6 +57,8 @@ class VerifyRequest:
         config, case, layouts = None, VerifyCase(model=""), self.layouts
         with collect_faults(issues):
             check_leave_out(self.leave_out)
+        with collect_faults(issues):
+            check_max_ranks(self.max_ranks)
         with collect_faults(issues):
             config = Config.load(self.config) if self.config else None
         if not layouts and config and config.layout:
@@ -67,6 +75,7 @@ class VerifyRequest:
                 case = replace(case, model=config.override_model(case.model))
         parsed_layouts: list[Layout] = []
         with collect_faults(issues):
+            case = replace(case, max_ranks=self.max_ranks)
             parsed_layouts = parse_layouts(layouts or default_layouts(case), case)
         if issues:
             raise ValidationError(issues)
@@ -90,7 +99,7 @@ def make_case(
         return VerifyCase(model=model, **options)
     spec = model if isinstance(model, str) else factory_spec(model)
     if ":" not in spec:
-        return VerifyCase(model=model_config.reduced_config(model_config.find_model(spec)), **options)
+        return VerifyCase(model=model_config.find_model(spec), reduce=True, **options)
     batches = batch if isinstance(batch, str) else factory_spec(batch)
     batches = batches or spec.rpartition(":")[0] + ":batch"
     legal = "a function batch(rows, seed), in the file of the model or named"
@@ -101,13 +110,16 @@ def make_case(
 
 
 def default_layouts(case: VerifyCase) -> str:
-    """The layouts to verify if the user names none."""
-    is_moe = isinstance(case.model, ModelConfig) and case.model.moe is not None
-    return DEFAULT_MOE_LAYOUTS if is_moe else DEFAULT_LAYOUTS
+    """The layouts to verify if the user names none: the usual ones that divide the model."""
+    if not isinstance(case.model, ModelConfig):
+        return DEFAULT_LAYOUTS
+    usual = Layout.parse_many(DEFAULT_MOE_LAYOUTS if case.model.moe else DEFAULT_LAYOUTS)
+    constraints = LayoutConstraints(model=case.model)
+    return "; ".join(str(layout) for layout in usual if not find_violations(layout, constraints))
 
 
 def parse_layouts(layouts: str | Sequence[str | Layout], case: VerifyCase) -> list[Layout]:
-    """The layouts, validated against the reduced model; raises ValidationError with the issues of all."""
+    """The layouts, validated against the model and the reduced one; raises ValidationError with the issues of all."""
     text = layouts if isinstance(layouts, str) else "; ".join(str(layout) for layout in layouts)
     model = case.model if isinstance(case.model, ModelConfig) else None
     # An empty text would parse as the layout of one device.
@@ -115,14 +127,24 @@ def parse_layouts(layouts: str | Sequence[str | Layout], case: VerifyCase) -> li
     parsed_layouts: list[Layout] = []
     issues: list[ValidationIssue] = []
     with collect_faults(issues):
-        parsed_layouts = check_layouts(text, seq_len=case.seq_len, model=model) if parts else []
+        seq_len = None if case.reduce else case.seq_len  # a reduced model's sequences are as long as a layout needs
+        parsed_layouts = check_layouts(text, seq_len=seq_len, model=model) if parts else []
     # From the keys as written, so that a layout with other issues reports it too.
     for layout in (Layout.resolve(grammar.parse_pairs(part).values) for part in parts):
         if wrong := schedule_file_error(layout, model.layers if model else 0):
             issues.append(ValidationIssue(key="schedule", value=layout.schedule, message=f"cannot be run: {wrong}"))
+    for layout in parsed_layouts if not issues else ():
+        with collect_faults(issues):
+            case_for_layout(case, layout)
     if issues:
         raise ValidationError(issues)
     return parsed_layouts
+
+
+def check_max_ranks(max_ranks: int) -> None:
+    if not 2 <= max_ranks <= MAX_RANKS:
+        rule = "is not a number of ranks to verify on" if max_ranks else "verifies nothing"
+        raise ValidationError.single("max-ranks", str(max_ranks), rule, legal=f"2 to {MAX_RANKS}")
 
 
 def check_leave_out(text: str) -> None:
