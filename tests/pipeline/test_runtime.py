@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import re
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from tiny_engines import batch_of, engine_of, tiny
 from torch import nn
 
 import echelon as ec
 from echelon.launch.rank_failure import RankError
 from echelon.layout import Layout
 from echelon.models.pipeline_model import get_pipeline_model
+from echelon.pipeline.lower import lower
+from echelon.pipeline.schedules import make_schedule
+from echelon.pipeline.simulate import simulate
 from tests.pipeline import odd_pipeline_models, pipeline_models
 
 SPEC = f"{Path(pipeline_models.__file__)}:build"
@@ -101,6 +106,22 @@ def test_pipeline_layers_that_do_not_match_the_model_are_refused():
         get_pipeline_model(pipeline_models.Unfit())
     with pytest.raises(ValueError, match="several layers are named same"):
         get_pipeline_model(pipeline_models.Named())
+
+
+def executed_actions(layout):
+    engine = engine_of(tiny(layers=4), layout)
+    engine.pipeline.runtime.spans = []
+    engine.step(batch_of(tiny(layers=4), engine.layout.batch))
+    return engine.pipeline.runtime.spans
+
+
+@pytest.mark.parametrize("schedule", ["dualpipe-v", "zb-v"])
+def test_the_executed_order_is_the_simulated_one(pool, schedule):
+    """Action by action, one after the other, also where a paper overlaps two."""
+    planned = simulate(lower(make_schedule(schedule, 2, 5)))
+    for rank, spans in enumerate(pool.run(executed_actions, 2, f"pp=2,accumulate=5,schedule={schedule}")):
+        assert [text for text, _, _ in spans] == [str(span.action) for span in planned.spans(rank)]
+        assert all(first[2] <= second[1] for first, second in pairwise(spans))
 
 
 def test_asynchronous_stages_cannot_share_a_weight(pool):

@@ -84,7 +84,7 @@ FAMILIES: dict[str, ScheduleFamily] = {family.name: family for family in (
         build=zb_h1.build, bubble=zb_h1.bubble, in_flight=zb_h1.in_flight, splits_backward=True),
     ScheduleFamily("zb-v", "zero bubble, V: two chunks there and back, no rank waits in between",
         build=zb_v.build, bubble=zb_v.bubble, in_flight=zb_v.in_flight, chunks=2, splits_backward=True),
-    ScheduleFamily("dualpipe-v", "DualPipe-V: forwards of one direction overlap backwards of the other",
+    ScheduleFamily("dualpipe-v", "DualPipe-V: forwards of one direction alternate with backwards of the other",
         build=dualpipe_v.build, bubble=dualpipe_v.bubble, in_flight=dualpipe_v.in_flight, chunks=2,
         splits_backward=True),
     ScheduleFamily("pipedream", "PipeDream: no flush, each microbatch keeps the weights of its forward",

@@ -7,8 +7,9 @@ Digits are forwards, small letters B (two wide) or I, capitals W; dots wait:
     rank 1, stage 1  .0.1.2...aa3...bb4...cc..dd.e.E
     rank 1, stage 2  ..0.1.aa2...bb3...cc4..dd..e.E.
 
-Its steady state pairs a forward of one direction with a backward of the other, so that the transfers of one overlap
-with the compute of the other. Here the two of a pair run in sequence. Backward is B where possible and split into I and
+Its steady state pairs a forward of one direction with a backward of the other. DeepSeek's kernels run the two at once,
+each hiding the other's all-to-all. Here, and in every picture, simulation and price of it, the two run one after the
+other: sends between stages overlap, all-to-alls of experts do not. Backward is B where possible and split into I and
 W where other ranks wait for it.
 
 The eight phases of rank r of d, with chunk 0 on the way there and chunk 1 on the way back:
@@ -56,7 +57,7 @@ def build(ranks: int, chunks: int, microbatches: int) -> Schedule:
 
 def bubble(ranks: int, chunks: int, microbatches: int) -> Fraction:
     """(d-1) / (6m+d-1) from 2d microbatches up, as ZB-V; with fewer the pairs wait for each other."""
-    return unit_bubble(DUALPIPE_V, ranks, chunks, microbatches, added=int(ranks < microbatches < 2 * ranks))
+    return unit_bubble(DUALPIPE_V, ranks, chunks, microbatches)
 
 
 def in_flight(ranks: int, chunks: int, microbatches: int) -> tuple[int, ...]:
