@@ -3,6 +3,7 @@ of published runs, or to measured steps of Echelon.
 
     python bench/fit.py TABLE.csv                  prints the constants, to be pasted, and the errors
     python bench/fit.py TABLE.csv --leave-out      the errors on each source by constants that never saw it
+    python bench/fit.py TABLE.csv --accuracy       writes accuracy.json, which the docs quote, also of unseen.csv
     python bench/fit.py STEPS.json                 the measured NATIVE_OVERRIDES, from what `echelon bench` found
 
 Every source weighs the same, whatever its rows. Residuals are logarithms of predicted over measured, taken by their
@@ -13,9 +14,12 @@ devices and papers say (`HELD`): those that the rows say little about stay there
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +27,8 @@ from numpy.typing import NDArray
 from echelon.bench import planner_comparison
 from echelon.planning.calibrate import published_runs
 from echelon.planning.calibrate.constants import FITTED_CONSTANTS, NATIVE_OVERRIDES, Constants
-from echelon.planning.calibrate.scoring import TimeErrors, time_errors
+from echelon.planning.calibrate.published_runs import PublishedRun
+from echelon.planning.calibrate.scoring import MIN_ROWS, Score, TimeErrors, score_runs, time_errors
 from echelon.planning.cost.count_work import count_work
 from echelon.planning.cost.step_time import step_times
 from echelon.planning.cost.step_work import StepWork, stack_work
@@ -91,15 +96,67 @@ def weights_of(sources: list[str]) -> Array:
     return np.array([1 / np.sqrt(sources.count(source)) for source in sources])
 
 
+def leave_out(timed: Sequence[PublishedRun]) -> dict[str, TimeErrors]:
+    """The errors on each source by constants that are fitted to the others."""
+    works = [count_work(run.scenario) for run in timed]
+    seconds, sources = np.array([run.seconds for run in timed]), [run.source for run in timed]
+    found: dict[str, TimeErrors] = {}
+    for source in sorted(set(sources)):
+        kept = [i for i, other in enumerate(sources) if other != source]
+        tried = [i for i, other in enumerate(sources) if other == source]
+        weights = weights_of([sources[i] for i in kept])
+        constants = fit(stack_work([works[i] for i in kept]), seconds[kept], weights, START)
+        predicted = step_times(stack_work([works[i] for i in tried]), constants).total
+        found |= time_errors([source] * len(tried), predicted, seconds[tried])
+    return found
+
+
+def time_summary(found: dict[str, TimeErrors]) -> dict[str, Any]:
+    """Means over sources, as `echelon score` takes them."""
+    several = [one for one in found.values() if one.rows >= MIN_ROWS]
+    median, p90 = (float(np.mean([getattr(one, name) for one in several])) for name in ("median", "p90"))
+    return {
+        "runs": sum(one.rows for one in found.values()),
+        "sources": len(found),
+        "time_median": round(median, 3),
+        "time_p90": round(p90, 3),
+    }
+
+
+def score_summary(found: Score) -> dict[str, Any]:
+    timed = {
+        source: TimeErrors(rows=one.rows, median=one.time_median, p90=one.time_p90)
+        for source, one in found.sources.items()
+        if one.time_median is not None and one.time_p90 is not None
+    }
+    return {
+        **time_summary(timed),
+        "coverage": round(found.coverage, 2),
+        "half_width": round(found.half_width, 2),
+        "worst": max(timed, key=lambda source: timed[source].median),
+        "fit_accuracy": {name: round(one.fit_accuracy, 3) for name, one in found.sources.items() if one.fit_accuracy},
+        "regret": {name: round(one.regret, 3) for name, one in found.sources.items() if one.regret is not None},
+    }
+
+
+def write_accuracy(table: Path) -> None:
+    seen, unseen = (
+        published_runs.parse_runs(published_runs.read_runs(path)) for path in (table, table.parent / "unseen.csv")
+    )
+    found = {
+        "fitted": score_summary(score_runs(*seen)),
+        "left out": time_summary(leave_out([run for run in seen[0] if run.seconds])),
+        "unseen": score_summary(score_runs(*unseen)),
+    }
+    (table.parent / "accuracy.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
 def shown(title: str, found: dict[str, TimeErrors]) -> None:
     print(title)
     for source, one in found.items():
         print(f"  {source:18s} {one.rows:4d} rows  median {one.median:6.1%}  p90 {one.p90:6.1%}")
-    several = [one for one in found.values() if one.rows >= 3]
-    print(
-        f"  {'mean over sources':18s}            median {np.mean([one.median for one in several]):6.1%}  "
-        f"p90 {np.mean([one.p90 for one in several]):6.1%}"
-    )
+    mean = time_summary(found)
+    print(f"  {'mean over sources':18s}            median {mean['time_median']:6.1%}  p90 {mean['time_p90']:6.1%}")
 
 
 def fit_own(path: str) -> None:
@@ -124,29 +181,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", help="a CSV of published runs, or a JSON of steps of our own")
     parser.add_argument("--leave-out", action="store_true", help="fit without each source in turn, and try it on that")
+    parser.add_argument("--accuracy", action="store_true", help="write accuracy.json")
     options = parser.parse_args()
     if options.table.endswith(".json"):
         fit_own(options.table)
+        return 0
+    if options.accuracy:
+        write_accuracy(Path(options.table))
         return 0
     asked = [
         question
         for question in published_runs.parse_runs(published_runs.read_runs(options.table))[0]
         if question.seconds
     ]
+    if options.leave_out:
+        shown("errors on each source by constants that never saw it", leave_out(asked))
+        return 0
     works = [count_work(question.scenario) for question in asked]
     seconds = np.array([question.seconds for question in asked])
     sources = [question.source for question in asked]
-    if options.leave_out:
-        found: dict[str, TimeErrors] = {}
-        for source in sorted(set(sources)):
-            kept = [i for i, other in enumerate(sources) if other != source]
-            tried = [i for i, other in enumerate(sources) if other == source]
-            names = [sources[i] for i in kept]
-            constants = fit(stack_work([works[i] for i in kept]), seconds[kept], weights_of(names), START)
-            predicted = step_times(stack_work([works[i] for i in tried]), constants).total
-            found |= time_errors([source] * len(tried), predicted, seconds[tried])
-        shown("errors on each source by constants that never saw it", found)
-        return 0
     constants = fit(stack_work(works), seconds, weights_of(sources), START)
     for name, value in asdict(constants).items():
         print(f"    {name}: float = {value:.4g}")

@@ -17,6 +17,7 @@ import compressed
 import gates
 import goodput_table
 import grids
+import planner_accuracy
 import saved_memory
 import state_types
 import techniques
@@ -365,6 +366,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "fewest bytes": fewest_bytes,
     "bench measured": bench_measured,
     "own steps": own_steps,
+    "accuracy in a sentence": planner_accuracy.sentence,
+    "accuracy": lambda: markdown(*planner_accuracy.columns()),
+    "own constants": lambda: markdown(*planner_accuracy.own_constants()),
+    "columns of a table of runs": planner_accuracy.table_columns,
     "goodput": goodput_table.printed,
     "memory stack": lambda: markdown(*saved_memory.measured(saved_memory.STACKED)),
     "memory alone": lambda: markdown(*saved_memory.measured(saved_memory.ALONE)),
@@ -403,7 +408,7 @@ def written(text: str) -> str:
 
 
 def main() -> None:
-    for page in sorted(DOCS.glob("*.md")):
+    for page in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))):
         text = page.read_text(encoding="utf-8")
         if (new := written(text)) != text:
             page.write_text(new, encoding="utf-8")

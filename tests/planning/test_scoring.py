@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+import json
+import sys
 from dataclasses import fields
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from typer.testing import CliRunner
@@ -14,7 +17,11 @@ from echelon.planning.calibrate import published_runs
 from echelon.planning.calibrate.constants import Constants
 from echelon.planning.calibrate.scoring import score_runs
 
-TABLE = Path(__file__).parents[2] / "bench" / "published" / "measurements.csv"
+ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "bench" / "published" / "measurements.csv"
+UNSEEN = TABLE.with_name("unseen.csv")
+QUOTED = json.loads(TABLE.with_name("accuracy.json").read_text(encoding="utf-8"))
+RENEW = "run python bench/fit.py bench/published/measurements.csv --accuracy, then python docs/tables.py"
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +37,32 @@ def test_step_times_are_within_the_bars(found):
 def test_the_interval_covers_what_it_says(found):
     assert 0.70 <= found.coverage <= 0.90
     assert found.half_width <= 0.25
+
+
+@pytest.fixture(scope="module")
+def fit() -> ModuleType:
+    sys.path.insert(0, str(ROOT / "bench"))
+    try:
+        return __import__("fit")
+    finally:
+        sys.path.remove(str(ROOT / "bench"))
+
+
+def test_the_docs_quote_the_errors_of_the_fitted_table(found, fit):
+    assert fit.score_summary(found) == QUOTED["fitted"], RENEW
+
+
+def test_the_docs_quote_the_errors_on_sources_that_nothing_was_fitted_to(fit):
+    fitted = {row["source_id"] for row in published_runs.read_runs(TABLE)}
+    rows = published_runs.read_runs(UNSEEN)
+    assert fitted.isdisjoint(row["source_id"] for row in rows)
+    assert fit.score_summary(score_runs(*published_runs.parse_runs(rows))) == QUOTED["unseen"], RENEW
+
+
+@pytest.mark.soak
+def test_the_docs_quote_the_errors_on_sources_left_out(fit):
+    runs, _ = published_runs.parse_runs(published_runs.read_runs(TABLE))
+    assert fit.time_summary(fit.leave_out([run for run in runs if run.seconds])) == QUOTED["left out"], RENEW
 
 
 def test_the_layout_study_is_predicted(found):

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from echelon.memory.checkpointing.cost import RecomputeWork
+from echelon.planning.cluster.device_kinds import DEVICE_KINDS
 from echelon.training.logging import metrics
 
 CPU = torch.device("cpu")
@@ -44,6 +45,14 @@ def test_known_devices(name, peak):
     found = metrics.known_peak(name)
     assert found is not None
     assert found.flops == peak
+
+
+@pytest.mark.parametrize("kind", [kind for kind in DEVICE_KINDS if kind != "cpu"])
+def test_mfu_and_plans_share_one_peak(kind):
+    """A GB200 had 2,500 TFLOP/s in a run's MFU and 2,450 in a plan's."""
+    found = metrics.known_peak(f"NVIDIA {kind.partition('-')[0].upper()}")
+    assert found is not None
+    assert found.flops == DEVICE_KINDS[kind].peak("bf16")
 
 
 def test_an_unknown_device_has_no_known_peak():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from echelon.memory.checkpointing.cost import RecomputeWork, recompute_work
 from echelon.models.model_config import ModelConfig
+from echelon.planning.cluster.device_kinds import DEVICE_KINDS
 
 if TYPE_CHECKING:
     import torch
@@ -21,30 +22,23 @@ if TYPE_CHECKING:
 
 
 BF16_PEAK = {
-    "V100": 125e12,  # fp16: it has no bf16
-    "T4": 65e12,  # fp16
+    **{name.partition("-")[0].upper(): kind.peak("bf16") for name, kind in DEVICE_KINDS.items() if name != "cpu"},
+    "T4": 65e12,  # fp16: it has no bf16
     "A10": 125e12,
     "A10G": 70e12,
     "A40": 149.7e12,
-    "A100": 312e12,
     "A800": 312e12,
     "L4": 121e12,
     "L40": 181e12,
     "L40S": 362e12,
     "H20": 148e12,
-    "H100": 989.5e12,
     "H100 PCIe": 756.5e12,
     "H100 NVL": 835.5e12,
-    "H200": 989.5e12,
     "H200 NVL": 835.5e12,
-    "H800": 989.5e12,
     "GH200": 989.5e12,
-    "B200": 2250e12,
-    "B300": 2250e12,
-    "GB200": 2500e12,
-    "GB300": 2500e12,
 }
-"""Dense bf16 FLOP/s of one device, by a part of the name that its driver reports."""
+"""Dense bf16 FLOP/s of one device, by a part of the name that its driver reports: the planner's kinds, and GPUs that it
+does not plan for."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,81 @@
+"""How right the planner is, as `python bench/fit.py bench/published/measurements.csv --accuracy` found it, and whose
+constants it uses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from echelon.planning.calibrate.constants import FITTED_CONSTANTS, NATIVE_OVERRIDES
+from echelon.planning.calibrate.published_runs import REQUIRED_COLUMNS
+
+PUBLISHED = Path(__file__).parents[1] / "bench" / "published"
+STUDY = "aleph_layouts"
+
+
+def found() -> dict[str, Any]:
+    stored: dict[str, Any] = json.loads((PUBLISHED / "accuracy.json").read_text(encoding="utf-8"))
+    return stored
+
+
+def percent(share: float, digits: int = 1) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
+def sentence() -> str:
+    seen, left, unseen = (found()[name] for name in ("fitted", "left out", "unseen"))
+    return (
+        f"On {unseen['runs']} published runs of {unseen['sources']} sources that no constant was fitted to, its step "
+        f"time is off by {percent(unseen['time_median'], 0)} in the median, averaged over sources, and "
+        f"{percent(unseen['coverage'], 0)} "
+        f"of them lie inside its 80 % interval. On the\n{seen['runs']:,} runs of {seen['sources']} sources that it was "
+        f"fitted to it is off by {percent(seen['time_median'])}; by constants that never saw the source, by "
+        f"{percent(left['time_median'])}. [How it works, and how accurate it is](docs/planning.md).\n"
+    )
+
+
+def columns() -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    seen, left, unseen = (found()[name] for name in ("fitted", "left out", "unseen"))
+    rows: list[tuple[str, ...]] = [
+        ("runs, sources", *(f"{one['runs']:,}, {one['sources']}" for one in (unseen, left, seen)))
+    ]
+    for key, name in (("time_median", "step time, median error"), ("time_p90", "step time, 90th percentile")):
+        rows.append((f"{name}, mean over sources", *(percent(one[key]) for one in (unseen, left, seen))))
+    for key, name in (("coverage", "runs inside the 80 % interval"), ("half_width", "half the interval, median")):
+        rows.append((name, percent(unseen[key], 0), "", percent(seen[key], 0)))
+    rows.append(("fits or does not, balanced, layout study (574 runs)", "", "", percent(seen["fit_accuracy"][STUDY])))
+    regret = "regret in the layout study: how much slower the layout ranked first was than the best measured"
+    rows.append((regret, "", "", percent(seen["regret"][STUDY])))
+    return ("", "sources that nothing was fitted to", "each source by constants that never saw it", "fitted"), rows
+
+
+def own_constants() -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    rows = [(f"`{name}`", f"{getattr(FITTED_CONSTANTS, name):g}", f"{NATIVE_OVERRIDES[name]:g}") for name in OWN]
+    assert OWN.keys() == NATIVE_OVERRIDES.keys()
+    return ("constant", "other programs", "Echelon", "from"), [
+        (*row, OWN[name]) for row, name in zip(rows, OWN, strict=True)
+    ]
+
+
+OWN = {
+    "hopper": "fitted to steps on one H200",
+    "hopper_fp8": "fitted to steps on one H200",
+    "best_attention": "fitted to steps on one H200",
+    "memory_bandwidth": "fitted to steps on one H200",
+    "blockwise_attention": "measured: ring attention's blocks on one H200",
+    "expert_edge": "that of other GEMMs; steps of MoE models agree",
+    "launch_experts": "counted: kernels of an MoE layer, 6 µs of the host each",
+    "cast_bytes": "counted with each kernel instead",
+    "single_device_share": "none: the host is a step ahead of its device",
+}
+
+
+def table_columns() -> str:
+    names = ", ".join(f"`{name}`" for name in REQUIRED_COLUMNS)
+    return (
+        f"A table for `echelon score` is a CSV with the columns {names}; with `layers` or `params_b`, and with a time: "
+        "`step_time_s`, `tokens_per_s_per_gpu` or\n`tflops_per_gpu`. What else it may have is in the header of "
+        "`bench/published/measurements.csv`; rules at the top of `planning/calibrate/published_runs.py` fill in what "
+        "is blank.\n"
+    )
