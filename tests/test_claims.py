@@ -28,7 +28,8 @@ from echelon.config.run_config import Config
 from echelon.layout import KEYS, ValidationError
 
 DENIAL = re.compile(
-    r"\bnot (?:yet )?(?:built|implemented|supported)\b|\bnot yet\b|(?<!-)\bplan[- ]only\b|\bunsupported\b|\bincompatible\b|"
+    r"\bnot (?:yet )?(?:built|implemented|supported)\b|\bnot yet\b|"
+    r"(?<!-)\bplan[- ]only\b|\bunsupported\b|\bincompatible\b|"
     r"\bdoes not (?:implement|support|run)\b|\brefuse[sd]?\b|\breject(?:s|ed)?\b|"
     r"\bcannot be (?:run|exported|trained)\b",
     re.IGNORECASE,
@@ -183,11 +184,10 @@ CLAIMS: dict[str, tuple[Check, ...]] = {
     "without it the run is refused, with the issues": (refuses("layout=dp=4", "layout=dp=2", "batch=6"),),
     "`elastic.replan` is incompatible with asynchronous schedules": (refuses(ASYNC, "elastic.replan=true"),),
     # experts
-    "are refused by `ec.wrap`, which cannot tell them the loads": (
-        wrap_refuses(model="deepseek-tiny", words="balances by the expert load"),
+    "a layout whose copies cross groups is refused": (
+        refuses("layout=dp=12,shard=6,ep=4", "model=moe-tiny", "layout=dp=12,shard=6,ep=2"),
     ),
     "gates route full ones: refused": (refuses("layout=pp=2,schedule=terapipe", "model=moe-tiny", "layout=pp=2"),),
-    "`ec.wrap` refuses ep": (wrap_refuses("dp=2,ep=2", "moe-tiny", words="expert parallelism requires the engine"),),
     "DeepSeek-V3's layer that predicts a second token is not built": (absent("nextn", "multi_token", "second_token"),),
     # failures
     "Invalid faults are refused before any process starts": (fails_in("failures.md", "--inject kil:rank=1"),),
