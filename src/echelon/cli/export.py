@@ -35,7 +35,7 @@ def command(
     seed: Annotated[int, typer.Option(help="Seed of the initial weights of a named size.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Export a model as a Hugging Face model. Fails unless transformers computes the same logits with it."""
+    """Export a model as a Hugging Face model. Fails if transformers, where installed, computes other logits with it."""
     with report_errors(as_json):
         largest = conversion_progress.parse_file_size(shard_size)
         from echelon.checkpoint.hf.convert_model import export_model
