@@ -130,6 +130,28 @@ def test_a_batch_without_a_target_changes_nothing(pool, schedule):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def moved_by_the_second_step(layout, rates):
+    """The weights after steps of which one alone has a learning rate."""
+    engine = engine_of(SHAPE, layout, clip=0.5)
+    for step, lr in enumerate(rates):
+        engine.step(batch_of(SHAPE, 2, seed=step), lr=lr)
+    engine.drain()
+    return whole(engine.parallel, "master")
+
+
+@pytest.mark.parametrize("schedule", ASYNC_SCHEDULES)
+def test_an_update_has_the_learning_rate_of_its_own_microbatches(pool, schedule):
+    """Updates come one or more steps after the forwards: the rate that is in force by then is not theirs."""
+    layout = f"pp=3,accumulate=1,microbatch=2,schedule={schedule}"
+    moved = {rates: pool.run(moved_by_the_second_step, 3, layout, rates)[0] for rates in ((0.0, 0.1), (0.0, 0.1, 0.0))}
+    still = pool.run(moved_by_the_second_step, 3, layout, (0.0, 0.0))[0]
+    name = "blocks.0.attn.q.weight"
+    assert error(moved[0.0, 0.1][name], still[name]) > 1e-6
+    assert all(torch.equal(moved[0.0, 0.1][name], moved[0.0, 0.1, 0.0][name]) for name in still)
+    late = pool.run(moved_by_the_second_step, 3, layout, (0.0, 0.0, 0.1))[0]
+    assert error(late[name], moved[0.0, 0.1][name]) > 1e-6
+
+
 def test_the_emulation_knows_no_list_of_actions() -> None:
     source = Path(emulation.__file__).read_text(encoding="utf-8")
     assert not any(module in source for module in ("pipeline.schedules", "execution.runtime", "pipeline.async_"))

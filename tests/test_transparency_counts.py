@@ -307,7 +307,7 @@ def hold_versions(model: ModelConfig, text: str) -> tuple[int, int]:
     """On a rank, in the middle of a stream: bytes of the old versions that are kept, and what the cost says."""
     layout = Layout.parse(text)
     engine = Engine(models.build(model, "meta"), layout, ADAMW)
-    for step in range(3):
+    for step in range(2 + -(-2 * layout.pp // layout.accumulate)):  # a version of every microbatch in flight
         engine.step(VerifyCase(model=model, seq_len=SEQ_LEN).batch(step, layout.batch))
     assert engine.pipeline is not None
     runtime = engine.pipeline.runtime
@@ -321,14 +321,16 @@ def hold_versions(model: ModelConfig, text: str) -> tuple[int, int]:
         compute_bytes=4,
         master_bytes=4,
         moments=2,
-        num_versions=engine.pipeline.runtime.peak_weight_versions(),
+        num_versions=engine.pipeline.num_weight_versions,
     )
     return sum(size for pointer, size in old.items() if pointer not in now), claimed["versions"]
 
 
+@pytest.mark.parametrize(("pp", "accumulate"), [(3, 4), (8, 1)])
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-vsync", "2bw"])
-def test_weight_versions_take_the_predicted_bytes(pool: RankPool, schedule: str) -> None:
-    found = pool.run(hold_versions, 3, replace(LLAMA, tied=False), f"pp=3,accumulate=4,schedule={schedule}")
+def test_weight_versions_take_the_predicted_bytes(pool: RankPool, schedule: str, pp: int, accumulate: int) -> None:
+    model, layout = replace(LLAMA, tied=False, layers=pp), f"pp={pp},accumulate={accumulate},schedule={schedule}"
+    found = pool.run(hold_versions, pp, model, layout)
     assert all(measured == claimed for measured, claimed in found), found
     assert found[0][1] > 0
 

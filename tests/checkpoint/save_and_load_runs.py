@@ -13,6 +13,7 @@ from echelon.parallel.parallel_options import ParallelOptions
 from echelon.precision.loss_scale import LossScale
 from echelon.training.engine import Engine
 from echelon.training.engine_state import EngineCheckpointer
+from echelon.training.step_result import StepResult
 
 ROWS, WIDTH = 12, 5
 
@@ -53,9 +54,9 @@ def built(
     return engine
 
 
-def stepped(engine: Engine, shape: ModelConfig | None, step: int) -> float:
+def stepped(engine: Engine, shape: ModelConfig | None, step: int) -> StepResult:
     batch = slopes_batch(step) if shape is None else batch_of(shape, ROWS, seed=step)
-    return engine.step(batch, lr=0.01 * (step + 1)).loss
+    return engine.step(batch, lr=0.01 * (step + 1))
 
 
 def run(
@@ -83,15 +84,18 @@ def run(
             "read": loaded.bytes_read,
             "held": loaded.bytes_held,
         }
-    losses = []
+    losses, scales = [], []
     for step in range(*steps):
-        losses.append(stepped(engine, shape, step))
+        result = stepped(engine, shape, step)
+        losses.append(result.loss)
+        scales.append((result.loss_scale, result.next_loss_scale))
         if step + 1 == save_at:
             saving.save({})
     saving.wait()
     engine.drain()
     reported |= {
         "losses": losses,
+        "scales": scales,
         "saved": saving.saver.hash if saving.saver else "",
         "values": whole(engine.parallel, "master"),
     }

@@ -45,6 +45,7 @@ def continued(pool, tmp_path, shape, rule, source, target, **options):
 
 def assert_same(a, b):
     assert a["losses"][2:] == b["losses"]
+    assert a["scales"][2:] == b["scales"]
     assert all(torch.equal(a["values"][name], value) for name, value in b["values"].items())
 
 
@@ -94,15 +95,21 @@ def test_experts_and_their_biases(pool, tmp_path, source, target, name):
     assert_equal(a, b)
 
 
-def test_loss_scale_and_split_masters(pool, tmp_path):
-    """bfloat16 weights with split float32 master weights, and a dynamic loss scale: bit-equal."""
+@pytest.mark.parametrize(("every", "scales"), [(1, [(64, 128), (128, 256)]), (3, [(16, 32), (32, 32)])])
+def test_loss_scale_and_split_masters(pool, tmp_path, every, scales):
+    """bfloat16 weights with split float32 master weights, and a dynamic loss scale: bit-equal.
+
+    A power of two changes no bfloat16 gradient, so the scales are compared too: (of a step, of the next). After two
+    steps the scale has grown (every=1), or there are two good steps towards it (every=3).
+    """
     given = {
         "options": ParallelOptions(compute_dtype=torch.bfloat16, master_dtype=torch.float32),
-        "scale": LossScale.dynamic(start=16.0, every=1),
+        "scale": LossScale.dynamic(start=16.0, every=every),
     }
     for layout in ("dp=2", "dp=2,zero=3"):
         a, b = continued(pool, tmp_path / layout, None, RULES["adamw"], layout, layout, **given)
         assert_same(a, b)
+        assert b["scales"] == scales
 
 
 @pytest.mark.parametrize("name", ["adamw", "plain sgd"])

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes import ASYNCHRONOUS, shapes, streams, windows
 
+from echelon.layout import Layout
 from echelon.layout.grammar import KEYS_BY_NAME
 from echelon.layout.layout import ASYNC_SCHEDULES, MULTI_CHUNK_SCHEDULES, SPLIT_BACKWARD_SCHEDULES
 from echelon.pipeline.actions import COMPUTE, ActionKind
 from echelon.pipeline.lower import lower
-from echelon.pipeline.schedules import FAMILIES, make_schedule, two_bw
+from echelon.pipeline.schedules import FAMILIES, make_schedule, two_bw, weight_versions
 from echelon.pipeline.schedules.bubble_time import DUALPIPE_V, INTERLEAVED, ZB_H1, ZB_V, bubble_times
 from echelon.pipeline.simulate import Durations, simulate
 from echelon.pipeline.validate import fault_messages, join_windows
@@ -206,6 +207,33 @@ def test_weight_versions_held(ranks, batch, batches):
         simulate(two_bw.build(ranks, 1, batch * batches, microbatches_per_update=batch)).weight_versions == (2,) * ranks
     )
     assert simulate(make_schedule("1f1b", ranks, many)).weight_versions == (1,) * ranks
+
+
+def most_versions(schedule: str, ranks: int, microbatches: int) -> list[int]:
+    """The most versions at once on every rank, by its K and D in a long stream of windows of `microbatches`."""
+    stream = join_windows(windows(schedule, ranks, [microbatches] * (4 * ranks + 2)))
+    most = []
+    for actions in stream.rank_actions:
+        stashed, counts = set(), [1]
+        for action in actions:
+            if action.kind is ActionKind.STASH:
+                stashed.add(action.index)
+            elif action.kind is ActionKind.DROP_STASHED:
+                stashed.remove(action.index)
+            elif action.kind is ActionKind.UPDATE:
+                counts.append(len(stashed | {action.index}))
+        most.append(max(counts))
+    return most
+
+
+@pytest.mark.parametrize("schedule", ASYNC_SCHEDULES)
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8, 16])
+def test_a_family_counts_the_weight_versions_of_its_actions(schedule, ranks):
+    """Eight stages and one microbatch per step hold 8 versions of pipedream; the count once ended too early, at 4."""
+    for microbatches in (1, 2, 3, ranks, 2 * ranks):
+        layout = Layout.parse(f"pp={ranks},accumulate={microbatches},schedule={schedule}")
+        assert list(weight_versions(layout)) == most_versions(schedule, ranks, microbatches)
+    assert weight_versions(Layout.parse(f"pp={ranks},accumulate=4")) == (1,) * ranks
 
 
 @settings(deadline=None)

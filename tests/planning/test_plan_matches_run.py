@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,8 +17,9 @@ from echelon.parallel.parallel_options import ParallelOptions
 from echelon.parallel.tp.cost import TransformerSizes
 from echelon.planning.cluster import cluster
 from echelon.planning.cost.count_work import count_work
-from echelon.planning.cost.memory_model import state_bytes_by_category
-from echelon.planning.model.model_sources import resolve_shape
+from echelon.planning.cost.memory_model import peak_memory, state_bytes_by_category
+from echelon.planning.memory_options import MemoryOptions
+from echelon.planning.model.model_sources import config_shape, resolve_shape
 from echelon.planning.scenario import Scenario
 from echelon.training.engine import Engine
 
@@ -84,3 +87,46 @@ def test_states_and_collectives_of_a_plan_equal_those_of_a_run(pool: RankPool, m
     # Under zero=3 a run does not gather the last layer a second time: a small part of a model of real size.
     assert work.dp.wire_bytes == pytest.approx(over_dp, rel=0.02 if case.layout.zero < 3 else 0.15)
     assert work.microbatch.tp.wire_bytes * case.layout.accumulate == pytest.approx(over_tp, rel=0.02)
+
+
+def held_for_collectives(text: str, buffer_bytes: int) -> tuple[int, int]:
+    """On a rank of a real run: the most bytes of unsharded parameters, and of unsharded gradients, at once."""
+    layout, model = Layout.parse(text), replace(model_config.find_model(MODEL), layers=5)
+    options = ParallelOptions(compute_dtype=torch.bfloat16, master_dtype=torch.float32, max_group_bytes=buffer_bytes)
+    engine = Engine(models.build(model, "meta"), layout, options=options)
+    engine.model.train()
+    groups, most = engine.parallel.sharded_model.param_groups, [0, 0]
+
+    def look(*_: object) -> None:
+        params = sum(group.unsharded_param.untyped_storage().nbytes() for group in groups)
+        grads = [grad for group in groups for grad in (group.grads.tensor, group.reduction._sent) if grad is not None]
+        most[:] = max(most[0], params), max(most[1], sum(grad.nbytes for grad in grads))
+
+    for module in engine.model.modules():
+        module.register_forward_hook(look, prepend=True)
+    for group in groups:
+        for parameter in group.parameters.values():
+            parameter.register_post_accumulate_grad_hook(look)
+    ids = torch.arange(layout.batch * 9).view(layout.batch, 9) % 200
+    engine.step({"tokens": ids[:, :-1], "targets": ids[:, 1:].clone()})
+    return most[0], most[1]
+
+
+@pytest.mark.parametrize("buffer_bytes", [0, 24_576])
+@pytest.mark.parametrize(
+    "layout", ["dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "dp=2,zero=3,accumulate=2", "dp=2,pp=2,zero=3,accumulate=2"]
+)
+def test_buffers_of_a_plan_equal_those_of_a_run(pool: RankPool, layout: str, buffer_bytes: int) -> None:
+    """Two layers of parameters and of gradients at once, and what is outside the layers: nothing is counted once."""
+    parsed, shape = Layout.parse(layout), config_shape(replace(model_config.find_model(MODEL), layers=5))
+    params, grads = pool.run(held_for_collectives, parsed.world, layout, buffer_bytes)[0]
+    case = Scenario(
+        shape=shape,
+        cluster=cluster.parse_cluster("8xh100"),
+        layout=parsed,
+        seq_len=SEQ_LEN,
+        memory_options=MemoryOptions(buffer=buffer_bytes),
+    )
+    held = (params if parsed.zero == 3 else 0) + (grads if parsed.zero > 1 else 0)
+    # Rows that a vocabulary of 257 is padded to, and modules smaller than the buffer, are a run's own.
+    assert peak_memory(case).parts.get("buffers", 0) == pytest.approx(held, rel=0.02)

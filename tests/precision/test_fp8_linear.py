@@ -10,6 +10,7 @@ import torch
 from devices import DEVICE
 from torch import Tensor, nn
 
+from echelon import compat
 from echelon.kernels import dispatch, tensor_metadata
 from echelon.kernels.gemm import fp8_cast, fused_linear
 from echelon.kernels.tensor_metadata import TensorMetadata
@@ -56,6 +57,42 @@ def test_three_gemms(kind: type[fp8_linear.PerTensorFp8], rows: int, remade: boo
         assert found.dtype == torch.bfloat16
         assert error(found, right) < bound
     assert torch.equal(of_weight(kept)(None), place)
+
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@pytest.mark.parametrize(("kind", "gradient"), [(fp8_linear.PerTensorFp8, E5M2), (fp8_linear.RowwiseFp8, E4M3)])
+def test_each_gemm_has_the_dtypes_of_its_recipe(
+    kind: type[fp8_linear.PerTensorFp8], gradient: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Normal numbers fit both: a gradient in the other dtype is as near as the right one."""
+    real, operands = compat.scaled_mm, []
+
+    def recorded(left: Tensor, right: Tensor, *rest: object) -> Tensor:
+        operands.append((left.dtype, right.dtype))
+        return real(left, right, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(compat, "scaled_mm", recorded)
+    x, weight, dy = made()
+    arithmetic = kind()
+    _, kept = arithmetic.forward(x, weight, None, None, recomputed=False)
+    _, of_weight = arithmetic.backward(dy, weight, None, True)
+    of_weight(kept)(None)
+    assert operands == [(E4M3, E4M3), (gradient, E4M3), (gradient, E4M3)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_small_gradients_beside_a_large_one_survive(kind: type[fp8_linear.PerTensorFp8]) -> None:
+    """Gradients of tokens differ by millions: one scale for all of them requires the range of e5m2."""
+    _, weight, dy = made()
+    dy[1:] *= 2.0**-24
+    dy[0] *= 2.0**6
+    dx, _ = kind().backward(dy, weight, None, True)
+    assert dx is not None
+    wanted = dy.double() @ weight.double()
+    assert error(dx[:1], wanted[:1]) < 0.08
+    assert error(dx[1:], wanted[1:]) < 0.25
 
 
 @pytest.mark.parametrize("kind", KINDS)

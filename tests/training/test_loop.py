@@ -6,12 +6,15 @@ import dataclasses
 import json
 import math
 import time
+from unittest.mock import patch
 
 import pytest
+from tiny_engines import whole
 
 from echelon import data
+from echelon.config.lr_schedule import learning_rate
 from echelon.config.run_config import Config
-from echelon.config.sections import DataConfig, EvalConfig, OptimizerConfig, SampleConfig
+from echelon.config.sections import DataConfig, EvalConfig, LRScheduleConfig, OptimizerConfig, SampleConfig
 from echelon.layout import Layout
 from echelon.training.engine import Engine
 from echelon.training.loop import train_on_rank
@@ -158,3 +161,33 @@ def test_an_asynchronous_run_logs_in_order_and_counts_its_drain(pool, config):
     ]
     assert order == [(kind, step) for step in (1, 2, 3) for kind in ("step", "evaluation")]
     assert summary.tokens_per_s < 2 * config.batch * config.seq_len / 0.5
+
+
+def changes_of_the_weights(config):
+    """On a rank of a run: for every step, (the norm of the weights' change, the gradient norm)."""
+    found, step = [], Engine.step_microbatches
+
+    def recorded(engine, *args, **named):
+        before = whole(engine.parallel, "master")
+        result = step(engine, *args, **named)
+        after = whole(engine.parallel, "master")
+        change = sum(float((after[name] - before[name]).square().sum()) for name in before)
+        found.append((math.sqrt(change), result.norm))
+        return result
+
+    with patch.object(Engine, "step_microbatches", recorded):
+        train_on_rank(config, True)
+    return found
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+def test_each_step_moves_the_weights_by_its_learning_rate_and_clipped_gradient(pool, config, clip):
+    """Of plain SGD: lr x min(norm, clip), with another lr in every step. Logs alone cannot tell what was applied."""
+    rule = OptimizerConfig(name="sgd", lr=0.5, weight_decay=0.0)
+    schedule = LRScheduleConfig(name="cosine", warmup=2, final=0.1)
+    config = dataclasses.replace(config, optimizer=rule, schedule=schedule, steps=5, clip=clip, layout="dp=2")
+    rates = [learning_rate(step, 5, config) for step in range(5)]
+    assert len(set(rates)) == 5
+    for (moved, norm), lr in zip(pool.run(changes_of_the_weights, 2, config)[0], rates, strict=True):
+        assert norm > 0.05
+        assert moved == pytest.approx(lr * (clip or norm), rel=1e-4)

@@ -29,8 +29,6 @@ from echelon.pipeline.execution.stage_assignment import StageAssignment
 from echelon.pipeline.lower import lower
 from echelon.pipeline.schedule import RankActions, Schedule
 from echelon.pipeline.schedules import make_schedule, updates_per_step
-from echelon.pipeline.simulate import simulate
-from echelon.pipeline.validate import join_windows
 
 UpdateFunction = Callable[[float, float], None]
 """(gradient scale, learning rate): clips and updates the master weights of this stage"""
@@ -180,15 +178,6 @@ class AsyncRuntime(PipelineRuntime):
         return num_targets, grad_seed
 
     # -- cost ---------------------------------------------------------------------------------------------------------
-
-    def peak_weight_versions(self) -> int:
-        """The most versions of its weights that this rank holds at once."""
-        layout = self.parallel.layout
-        # Two steps after the pipeline has filled, a stream repeats itself.
-        firsts = [step * layout.accumulate for step in range(2 + -(-layout.pp // layout.accumulate))]
-        sizes = layout.schedule, layout.pp, layout.accumulate
-        windows = [make_schedule(*sizes, first_microbatch=first, drain=False) for first in firsts]
-        return simulate(join_windows(windows)).weight_versions[self.rank]
 
     def update_collectives(self) -> list[Collective]:
         """The cost of `_exchange_update_scale` in a step."""

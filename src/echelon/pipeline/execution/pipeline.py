@@ -30,7 +30,7 @@ from echelon.pipeline.execution.stage_assignment import StageAssignment
 from echelon.pipeline.execution.timeline_recording import planned_and_measured
 from echelon.pipeline.lower import lower
 from echelon.pipeline.schedule import Schedule
-from echelon.pipeline.schedules import runtime_path, updates_per_step
+from echelon.pipeline.schedules import runtime_path, updates_per_step, weight_versions
 from echelon.pipeline.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -51,6 +51,11 @@ class Pipeline:
         self.runtime = runtime_class(parallel, assignment)
 
     # -- cost ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_weight_versions(self) -> int:
+        """The most versions of its weights that this rank holds at once."""
+        return weight_versions(self.parallel.layout)[self.runtime.rank]
 
     @property
     def stages_per_param_group(self) -> dict[str, int]:

@@ -115,10 +115,6 @@ class PipelineRuntime:
         """The schedule of the last step."""
         return self.schedule
 
-    def peak_weight_versions(self) -> int:
-        """The most versions of its weights that this rank holds at once."""
-        return 1
-
     def update_collectives(self) -> list[Collective]:
         """What the updates of a step communicate between stages."""
         return []

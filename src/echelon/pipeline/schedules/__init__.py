@@ -59,6 +59,9 @@ class ScheduleFamily:
     """whether a run is one endless stream, cut into windows"""
     updates_every_microbatch: bool = False
     """whether each microbatch makes an update; otherwise a step makes one"""
+    weight_versions: Callable[[int], tuple[int, ...]] = lambda ranks: (1,) * ranks
+    """from ranks: for each rank the most weight versions at once, with the latest, in an endless stream. The K and D
+    of `build` decide it; tests compare the two"""
     splits_backward: bool = False
     """whether it has I and W"""
     has_slices: bool = False
@@ -89,12 +92,13 @@ FAMILIES: dict[str, ScheduleFamily] = {family.name: family for family in (
         splits_backward=True),
     ScheduleFamily("pipedream", "PipeDream: no flush, each microbatch keeps the weights of its forward",
         build=pipedream.build, bubble=gpipe.bubble, in_flight=one_f_one_b.in_flight, asynchronous=True,
-        updates_every_microbatch=True),
+        updates_every_microbatch=True, weight_versions=pipedream.weight_versions),
     ScheduleFamily("pipedream-vsync", "PipeDream with vertical sync: one version of the weights on all stages",
         build=pipedream_vsync.build, bubble=gpipe.bubble, in_flight=one_f_one_b.in_flight, asynchronous=True,
-        updates_every_microbatch=True),
+        updates_every_microbatch=True, weight_versions=pipedream_vsync.weight_versions),
     ScheduleFamily("2bw", "PipeDream-2BW: no flush, two versions of the weights",
-        build=two_bw.build, bubble=two_bw.bubble, in_flight=two_bw.in_flight, asynchronous=True),
+        build=two_bw.build, bubble=two_bw.bubble, in_flight=two_bw.in_flight, asynchronous=True,
+        weight_versions=two_bw.weight_versions),
     ScheduleFamily("terapipe", "TeraPipe: a pipeline over slices of a sequence's tokens",
         build=terapipe.build, bubble=terapipe.bubble, in_flight=terapipe.in_flight, has_slices=True),
 )}
@@ -157,6 +161,12 @@ def updates_per_step(layout: Layout) -> int:
     """How many optimizer updates a step makes."""
     family = FAMILIES.get(layout.schedule)
     return layout.accumulate if family is not None and family.updates_every_microbatch else 1
+
+
+def weight_versions(layout: Layout) -> tuple[int, ...]:
+    """For every rank of the pipeline, the most weight versions that it holds at once, the latest included."""
+    family = FAMILIES.get(layout.schedule)
+    return family.weight_versions(layout.pp) if family is not None and layout.pp > 1 else (1,) * layout.pp
 
 
 def _size_errors(ranks: int, microbatches: int, chunks: int, slices: int, first: int) -> list[str]:

@@ -29,3 +29,7 @@ def build(ranks: int, chunks: int, microbatches: int, *, first_microbatch: int =
         return WeightVersionRule.with_delay(lag, delay=lag)
 
     return stream_schedule("pipedream", ranks, microbatches, rule, first_microbatch=first_microbatch, drain=drain)
+
+
+def weight_versions(ranks: int) -> tuple[int, ...]:
+    return tuple(ranks - rank for rank in range(ranks))

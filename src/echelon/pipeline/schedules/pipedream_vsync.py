@@ -23,3 +23,7 @@ def build(ranks: int, chunks: int, microbatches: int, *, first_microbatch: int =
         return WeightVersionRule.with_delay(lag, delay=ranks - 1)
 
     return stream_schedule("pipedream-vsync", ranks, microbatches, rule, first_microbatch=first_microbatch, drain=drain)
+
+
+def weight_versions(ranks: int) -> tuple[int, ...]:
+    return (ranks,) * ranks

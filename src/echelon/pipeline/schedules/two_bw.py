@@ -62,3 +62,7 @@ def in_flight(ranks: int, chunks: int, microbatches: int, microbatches_per_updat
     """In a run of `microbatches` in all."""
     batch = microbatches_per_update or microbatches
     return tuple(min(microbatches, ranks - rank, batch + 1) for rank in range(ranks))
+
+
+def weight_versions(ranks: int) -> tuple[int, ...]:
+    return (2,) * ranks

@@ -28,9 +28,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.memory.offload import cost as offload_cost
 from echelon.memory.offload.cost import offloads_optimizer, resident_bytes
+from echelon.pipeline.schedules import weight_versions
 from echelon.planning.calibrate.constants import FITTED_CONSTANTS, Constants
 from echelon.planning.cluster.cluster import HOST_DEVICES
 from echelon.planning.cluster.device_kinds import GIB
@@ -200,20 +200,12 @@ def state_bytes_by_category(scenario: Scenario, stage: int) -> dict[str, int]:
     """States of a rank between steps, and all gradients, by the cost function of ZeRO."""
     total: dict[str, float] = {}
     for group, n in param_groups(scenario, stage):
-        versions, float16 = _weight_versions(scenario, stage), scenario.precision == "fp16"
+        versions, float16 = weight_versions(scenario.layout)[stage], scenario.precision == "fp16"
         for name, size in group_state_bytes(scenario, group, num_versions=versions, float16=float16).items():
             total[name] = total.get(name, 0) + n * size
     if scenario.optimizer is not None:
         total["optimizer"] = optimizer_state_bytes(scenario, scenario.optimizer, stage)
     return {name: int(size) for name, size in total.items()}
-
-
-def _weight_versions(scenario: Scenario, stage: int) -> int:
-    """Weight versions that an asynchronous pipeline holds at once."""
-    schedule, pp = scenario.layout.schedule, scenario.layout.pp
-    if schedule not in ASYNC_SCHEDULES or pp == 1:
-        return 1
-    return 2 if schedule == "2bw" else pp if schedule == "pipedream-vsync" else pp - stage
 
 
 def _low_precision_weights(scenario: Scenario) -> int:
@@ -238,13 +230,19 @@ def _working_bytes(
 
 
 def _comm_buffer_bytes(scenario: Scenario, stage: int) -> float:
-    """Buffers of prefetched parameters under zero 3, and of gradients to scatter under zero 2 and 3."""
-    groups = param_groups(scenario, stage)
-    largest = max(
-        (gathered_numel(scenario, group.num_shards * group.shard_numel) for group, _ in groups),
-        default=0,
-    )
+    """Unsharded parameters under zero 3, and unsharded gradients under zero 2 and 3, at their most.
+
+    Parameters of a layer in use and of the next one; gradients of a layer that is in backward and of the one that is
+    being reduced; both of what is outside the layers, throughout. A pipeline reduces the gradients of a stage together,
+    while the next microbatch writes new ones.
+    """
     policy = scenario.sharding_policy
-    if policy.reshards_params:
-        return largest * (2 * scenario.element_bytes + scenario.reduce_bytes)
-    return largest * scenario.reduce_bytes if policy.reduce_scatter_every_microbatch else 0.0
+    if not policy.reduce_scatter_every_microbatch:
+        return 0.0
+    groups = [(group.name, n, group.num_shards * group.shard_numel) for group, n in param_groups(scenario, stage)]
+    outside = sum(numel for name, _, numel in groups if name == OUTSIDE_GROUP)
+    largest_layer = max(gathered_numel(scenario, numel) for name, _, numel in groups if name != OUTSIDE_GROUP)
+    params = gradients = float(outside + 2 * largest_layer)
+    if scenario.layout.pp > 1:
+        gradients = min(2, scenario.layout.accumulate) * sum(n * numel for _, n, numel in groups)
+    return gradients * scenario.reduce_bytes + (params * scenario.element_bytes if policy.reshards_params else 0)

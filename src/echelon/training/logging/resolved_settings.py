@@ -120,7 +120,7 @@ def _state_bytes(engine: Engine) -> ResolvedSetting:
         master_bytes=options.master_dtype.itemsize,
         reduce_bytes=options.grad_dtype.itemsize,
         float16=options.compute_dtype == torch.float16,
-        num_versions=engine.pipeline.runtime.peak_weight_versions() if engine.pipeline is not None else 1,
+        num_versions=engine.pipeline.num_weight_versions if engine.pipeline is not None else 1,
         expert_policy=shard.expert_sharding_policy(parallel.layout, parallel.policy),
     )
     master_bytes = options.master_dtype.itemsize
