@@ -185,7 +185,10 @@ def test_a_buffer_bounds_what_is_gathered() -> None:
     layout = "dp=8,zero=3,recompute=full"
     whole = plan_of(layout, devices="8xh100")
     cut = plan_of(layout, devices="8xh100", memory_options=MemoryOptions(buffer=64 << 20))
-    assert cut.memory.parts["buffers"] < 0.6 * whole.memory.parts["buffers"]
+    # Two layers of parameters and gradients, of 2 and 4 bytes; what is outside the layers is gathered as before.
+    layer, _ = whole.scenario.shape.layers[0]
+    saved = whole.memory.parts["buffers"] - cut.memory.parts["buffers"]
+    assert 0.6 < saved / (2 * (2 + 4) * layer.parameters) < 1
     assert cut.times["dp"] >= whole.times.get("dp", 0)  # modules of a layer that is repeated are gathered once more
 
 
