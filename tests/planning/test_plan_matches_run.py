@@ -91,7 +91,7 @@ def test_states_and_collectives_of_a_plan_equal_those_of_a_run(pool: RankPool, m
 
 def held_for_collectives(text: str, buffer_bytes: int) -> tuple[int, int]:
     """On a rank of a real run: the most bytes of unsharded parameters, and of unsharded gradients, at once."""
-    layout, model = Layout.parse(text), replace(model_config.find_model(MODEL), layers=5)
+    layout, model = Layout.parse(text), replace(model_config.find_model("llama-tiny"), layers=5)
     options = ParallelOptions(compute_dtype=torch.bfloat16, master_dtype=torch.float32, max_group_bytes=buffer_bytes)
     engine = Engine(models.build(model, "meta"), layout, options=options)
     engine.model.train()
@@ -118,7 +118,7 @@ def held_for_collectives(text: str, buffer_bytes: int) -> tuple[int, int]:
 )
 def test_buffers_of_a_plan_equal_those_of_a_run(pool: RankPool, layout: str, buffer_bytes: int) -> None:
     """Two layers of parameters and of gradients at once, and what is outside the layers: nothing is counted once."""
-    parsed, shape = Layout.parse(layout), config_shape(replace(model_config.find_model(MODEL), layers=5))
+    parsed, shape = Layout.parse(layout), config_shape(replace(model_config.find_model("llama-tiny"), layers=5))
     params, grads = pool.run(held_for_collectives, parsed.world, layout, buffer_bytes)[0]
     case = Scenario(
         shape=shape,
