@@ -47,14 +47,15 @@ def test_json_has_a_verdict_per_layout(own):
     shown = invoke("--model", f"{own}:build", "--layouts", "dp=2; dp=2,zero=3,accumulate=2", "--json")
     assert shown.exit_code == 0, shown.output
     found = json.loads(shown.stdout)
-    assert found.keys() == {"passed", "layouts"}
+    assert found.keys() == {"passed", "layouts", "replaced"}
     assert found["passed"] is True
     assert [row["layout"] for row in found["layouts"]] == ["dp=2", "dp=2,zero=3,accumulate=2"]
     for row in found["layouts"]:
-        keys = ("layout", "passed", "max_error", "first_difference", "seconds", "ran", "folded", "model")
-        assert row.keys() == set(keys)
+        errors = ("max_error", "max_relative", "first_difference")
+        assert row.keys() == {"layout", "passed", *errors, "seconds", "ran", "folded", "model", "replaced"}
         assert (row["passed"], row["first_difference"]) == (True, None)
         assert 0 <= row["max_error"] <= 1e-10
+        assert 0 <= row["max_relative"] <= 1e-9
 
 
 def test_a_failure_prints_a_table_and_sets_the_exit_code():
@@ -107,13 +108,16 @@ def test_the_configuration_is_verified(tmp_path):
         "dropout = 0.2\ntied = false\n"
         '[optimizer]\nname = "sgd"\nlr = 0.5\nmomentum = 0.9\n'
     )
-    case, layouts = VerifyRequest(config=tmp_path / "c.toml").resolve()
+    request = VerifyRequest(config=tmp_path / "c.toml").resolve()
+    case, layouts = request.case, request.layouts
+    assert not request.replaced or [each.key for each in request.replaced] == ["dtype"]
     assert [str(layout) for layout in layouts] == ["dp=2,zero=2,accumulate=3"]
     assert (case.clip, case.optimizer) == (0.25, OptimizerConfig(name="sgd", lr=0.5, momentum=0.9))
     assert (case.model.family, case.model.dropout, case.model.tied) == ("gpt", 0.2, False)
     assert (case.model.width, case.model.layers) == (64, 4)
     # The command line overrides it.
-    case, layouts = VerifyRequest(config=tmp_path / "c.toml", model="llama-tiny", layouts="tp=2; dp=2").resolve()
+    request = VerifyRequest(config=tmp_path / "c.toml", model="llama-tiny", layouts="tp=2; dp=2").resolve()
+    case, layouts = request.case, request.layouts
     assert (case.model.family, [str(layout) for layout in layouts]) == ("llama", ["dp=1,tp=2", "dp=2"])
     shown = invoke(str(tmp_path / "c.toml"), "--json")
     assert shown.exit_code == 0, shown.output
@@ -122,7 +126,8 @@ def test_the_configuration_is_verified(tmp_path):
 
 def test_the_configured_optimizer_is_verified_on_a_custom_model(own, tmp_path):
     (tmp_path / "c.toml").write_text(f'model = "{own}:build"\nclip = 0.5\n[optimizer]\nname = "sgd"\n')
-    case, layouts = VerifyRequest(config=tmp_path / "c.toml").resolve()
+    request = VerifyRequest(config=tmp_path / "c.toml").resolve()
+    case, layouts = request.case, request.layouts
     assert (case.model, case.batch_function, case.clip, case.optimizer.name) == (
         f"{own}:build",
         f"{own}:batch",
@@ -133,8 +138,8 @@ def test_the_configured_optimizer_is_verified_on_a_custom_model(own, tmp_path):
 
 
 def test_a_large_model_is_shrunk():
-    case, (layout,) = VerifyRequest(model="llama-70b", layouts="tp=4").resolve()
-    small = case_for_layout(case, layout).case.model
+    request = VerifyRequest(model="llama-70b", layouts="tp=4").resolve()
+    small = case_for_layout(request.case, request.layouts[0]).case.model
     assert small.parameters < model_config.find_model("llama-tiny").parameters * 3
     assert small.family == "llama"
 

@@ -51,6 +51,7 @@ def test_a_missing_reduction_is_named(pool, layout, leave_out, axis):
         "parameter": verdict.first_difference.name,
         "axis": axis,
         "error": verdict.first_difference.error,
+        "relative": verdict.first_difference.relative,
     }
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from echelon.layout.placement import DimSplit, LogicalParam, ParamGroupSpec, Placement
-from echelon.verification.compare import expected_piece, relative_error
+from echelon.verification.compare import absolute_error, expected_piece, relative_error
 
 
 @pytest.mark.parametrize(
@@ -24,9 +24,26 @@ from echelon.verification.compare import expected_piece, relative_error
         ([], [], [1.0], 0.0),
     ],
 )
-def test_relative_error(value: list[float], truth: list[float], whole: list[float], found: float) -> None:
+def test_absolute_error(value: list[float], truth: list[float], whole: list[float], found: float) -> None:
     tensors = [torch.tensor(numbers, dtype=torch.float64) for numbers in (value, truth, whole)]
-    assert relative_error(*tensors) == pytest.approx(found)
+    assert absolute_error(*tensors) == pytest.approx(found)
+
+
+@pytest.mark.parametrize(
+    ("value", "truth", "whole", "floor", "found"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], [1.0, 2.0], 0.0, 0.0),
+        ([1.1e-9], [1.0e-9], [1.0e-9], 0.0, 0.1),  # small values count as much as large ones
+        ([3.0, 4.0], [0.0, 0.0], [6.0, 8.0], 0.0, 0.5),
+        ([1e-17], [2e-17], [2e-17], 1e-6, 1e-11),  # zero but for rounding
+        ([0.0], [0.0], [0.0], 0.0, 0.0),
+        ([math.nan], [0.0], [1.0], 0.0, math.inf),
+        ([], [], [1.0], 0.0, 0.0),
+    ],
+)
+def test_relative_error(value: list[float], truth: list[float], whole: list[float], floor: float, found: float) -> None:
+    tensors = [torch.tensor(numbers, dtype=torch.float64) for numbers in (value, truth, whole)]
+    assert relative_error(*tensors, floor) == pytest.approx(found)
 
 
 def test_expected_piece_is_padded_with_zeros() -> None:

@@ -107,8 +107,8 @@ def test_a_folded_layout_is_valid_and_small(dp: int, tp: int, cp: int, pp: int, 
 
 
 def sizes(model: str, layout: str, ranks: int = 64) -> tuple[int, int, int, int]:
-    case, (parsed,) = VerifyRequest(model=model, layouts=layout, max_ranks=ranks).resolve()
-    small = case_for_layout(case, parsed).case.model
+    request = VerifyRequest(model=model, layouts=layout, max_ranks=ranks).resolve()
+    small = case_for_layout(request.case, request.layouts[0]).case.model
     assert not isinstance(small, str)
     return small.layers, small.heads, small.kv_heads, small.moe.experts if small.moe else 0
 
@@ -156,4 +156,4 @@ def test_default_layouts_divide_the_model() -> None:
     layouts = default_layouts(make_case("gpt2-1.5b"))  # 25 heads
     assert "pp=2" in layouts
     assert "tp=" not in layouts
-    assert len(VerifyRequest(model="gpt2-1.5b").resolve()[1]) == len(layouts.split(";"))
+    assert len(VerifyRequest(model="gpt2-1.5b").resolve().layouts) == len(layouts.split(";"))

@@ -49,6 +49,6 @@ def test_the_truth_imports_no_parallel_code() -> None:
     assert {module for module in modules if module.startswith("echelon.")} == {
         "echelon.verification.verify_case",
         "echelon.models.layers",
-        "echelon.optim.torch_rules",
+        "echelon.verification.reference_optimizer",
     }
     assert names == {"rng"}

@@ -124,7 +124,7 @@ def test_the_truth_of_a_batch_is_computed_once(pool: RankPool) -> None:
     prover = Verifier(pool, VerifyCase(model=SMALL, steps=1))
     report = prover.report([Layout.parse(text) for text in ("dp=2", "dp=2,zero=3", "dp=2,tp=2", "dp=2,accumulate=2")])
     assert report.passed
-    assert sorted(key[2:] for key in prover._truth_files) == [(4, 1), (8, 2)]
+    assert sorted(key[-2:] for key in prover._truth_files) == [(4, 1), (8, 2)]
 
 
 def test_verify_all_has_every_layout_and_option() -> None:

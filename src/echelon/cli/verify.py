@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,14 +15,16 @@ from echelon.layout.validation_error import ValidationError, ValidationIssue
 from echelon.verification.fold_layout import DEFAULT_MAX_RANKS
 
 if TYPE_CHECKING:
-    from echelon.layout import Layout
+    from echelon.verification.verified_config import Replacement
     from echelon.verification.verifier import LayoutVerdict, Report
-    from echelon.verification.verify_case import VerifyCase
+    from echelon.verification.verify_request import ResolvedRequest
 
 EXAMPLES = """[bold]Examples[/bold]\n
 echelon verify\n
 echelon verify --model gpt-tiny --layouts "dp=2; tp=2,zero=1"\n
 echelon verify --model my_model.py:build --layouts "dp=2,zero=3"\n
+echelon verify --set optimizer.name=muon --set optimizer.ema=0.99 --layouts "dp=2,tp=2,zero=1"
+
 echelon verify --layouts "tp=2" --leave-out tp:reduce_scatter
 """
 
@@ -28,6 +32,9 @@ echelon verify --layouts "tp=2" --leave-out tp:reduce_scatter
 def command(
     config: Annotated[
         Path | None, typer.Argument(help="A TOML file; its model is shrunk, and its layout verified.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a configuration key; may be repeated.")
     ] = None,
     layouts: Annotated[
         str, typer.Option(help="Layouts, separated by semicolons. Default: the usual ones, up to 8 ranks.")
@@ -51,13 +58,20 @@ def command(
     with report_errors(as_json):
         from echelon.verification.verify_request import VerifyRequest
 
-        if every and (config or model or layouts):
+        if every and (config or model or layouts or settings):
             rule, legal = "verifies all built-in models and layouts", "--all alone, or the others without it"
             raise ValidationError([ValidationIssue("all", "true", rule, legal=legal)])
-        request = VerifyRequest(config=config, layouts=layouts, model=model, leave_out=leave_out, max_ranks=max_ranks)
-        case, wanted = request.resolve()
+        request = VerifyRequest(
+            config=config,
+            settings=settings or (),
+            layouts=layouts,
+            model=model,
+            leave_out=leave_out,
+            max_ranks=max_ranks,
+        ).resolve()
         shown = _VerdictTable(as_json)
-        report = _verify(case, wanted, leave_out, every, shown)
+        shown.replaced(request.replaced)
+        report = _verify(request, leave_out, every, shown)
     if as_json:
         print_json(report.to_json())
     else:
@@ -65,7 +79,7 @@ def command(
     raise typer.Exit(0 if report.passed else 1)
 
 
-def _verify(case: VerifyCase, layouts: list[Layout], leave_out: str, every: bool, shown: _VerdictTable) -> Report:
+def _verify(request: ResolvedRequest, leave_out: str, every: bool, shown: _VerdictTable) -> Report:
     if every:
         from echelon.verification.layout_matrix import verify_all
 
@@ -74,7 +88,8 @@ def _verify(case: VerifyCase, layouts: list[Layout], leave_out: str, every: bool
     from echelon.verification.verifier import PRELOAD, Verifier
 
     with RankPool(preload=PRELOAD) as pool:
-        return Verifier(pool, case, leave_out).report(layouts, shown.row)
+        report = Verifier(pool, request.case, leave_out).report(request.layouts, shown.row)
+    return replace(report, replaced=request.replaced)
 
 
 class _VerdictTable:
@@ -86,6 +101,15 @@ class _VerdictTable:
         self.console = Console(quiet=quiet)
         self.model = ""
 
+    def replaced(self, replacements: Sequence[Replacement], indent: str = "") -> None:
+        """Say in one line what of the configuration is not run as it is, and why."""
+        if replacements:
+            by_reason: dict[str, list[str]] = {}
+            for each in replacements:
+                by_reason.setdefault(each.reason, []).append(str(each))
+            parts = [f"{', '.join(values)} ({reason})" for reason, values in by_reason.items()]
+            self.console.print(f"{indent}replaced: {'; '.join(parts)}", style="yellow", soft_wrap=True, highlight=False)
+
     def row(self, verdict: LayoutVerdict, label: str = "") -> None:
         from rich.text import Text
 
@@ -94,10 +118,12 @@ class _VerdictTable:
             self.console.print(Text(f"model {verdict.model}", style="dim"), soft_wrap=True)
         word = Text("PASS", style="bold green") if verdict.passed else Text("FAIL", style="bold red")
         name = f"{verdict.layout}{'  ' + label if label else ''}"
-        line = Text.assemble(word, f"  {name:<52} error {verdict.max_error:8.1e}   {verdict.seconds:5.1f} s")
+        errors = f"error {verdict.max_error:8.1e}   relative {verdict.max_relative:8.1e}"
+        line = Text.assemble(word, f"  {name:<52} {errors}   {verdict.seconds:5.1f} s")
         self.console.print(line, soft_wrap=True)
         if verdict.folded:
             self.console.print(Text(f"      folded: {verdict.folded}", style="yellow"), soft_wrap=True)
+        self.replaced(verdict.replaced, indent="      ")
         for text in _explain(verdict):
             self.console.print(Text("      " + text, style="red"), soft_wrap=True)
 
@@ -105,7 +131,8 @@ class _VerdictTable:
         count, total = sum(verdict.passed for verdict in report.verdicts), len(report.verdicts)
         seconds = sum(verdict.seconds for verdict in report.verdicts)
         style = "bold green" if report.passed else "bold red"
-        outcome = "compute what one device computes, to 1e-10" if report.passed else "pass"
+        equal = "compute what one device computes, to 1e-10, and to 1e-9 of each tensor's norm"
+        outcome = equal if report.passed else "pass"
         folded = sum(bool(verdict.folded) for verdict in report.verdicts)
         scope = f", {folded} of them folded to fewer ranks or microbatches" if folded else ""
         line = f"[{style}]{count} of {total}[/] layouts {outcome}{scope} ({seconds:.0f} s)"
@@ -118,5 +145,6 @@ def _explain(verdict: LayoutVerdict) -> list[str]:
     if first is None:
         return trouble
     what = f"{first.kind} of {first.name}" if first.name else first.kind
-    difference = f"{what} at step {first.step + 1}, error {first.error:.1e}; axis {verdict.axis}"
+    errors = f"error {first.error:.1e}, relative {first.relative:.1e}"
+    difference = f"{what} at step {first.step + 1}, {errors}; axis {verdict.axis}"
     return [f"first difference: {difference}", *trouble]

@@ -24,9 +24,9 @@ from echelon import rng
 from echelon.layout import Layout
 from echelon.models.layers import check_loss_output
 from echelon.models.pipeline_model import is_within
-from echelon.optim.torch_rules import build_torch_optimizer
 from echelon.pipeline.execution.stage_assignment import PipelineStages, cut_into_stages
 from echelon.pipeline.schedule import looped_placement
+from echelon.verification.reference_optimizer import ReferenceOptimizer, filter_names
 from echelon.verification.verify_case import VerifyCase
 
 WeightSnapshot = dict[str, Tensor]
@@ -52,7 +52,7 @@ def write_emulation(case: VerifyCase, layout_text: str, path: Path) -> None:
     model.train()
     stage_of = stage_of_parameters(cut_into_stages(model, looped_placement(layout.pp)), model)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = build_torch_optimizer(case.optimizer, trainable)
+    optimizer = ReferenceOptimizer(case.optimizer, trainable, filter_names(model))
     versions: list[WeightSnapshot] = [snapshot(model)]
     record: dict[str, Tensor] = {}
     size, microbatch = num_sequences // layout.accumulate, 0
@@ -78,7 +78,7 @@ def write_emulation(case: VerifyCase, layout_text: str, path: Path) -> None:
             loss, targets, count = loss + total.item(), targets + int(valid), count + int(valid)
             microbatch += 1
             if microbatch % per_update == 0:
-                apply_update(trainable, optimizer, gradients, stage_of, count, case.clip)
+                apply_update(trainable, optimizer, gradients, stage_of, count, case.clip, case.learning_rate(step))
                 versions.append(snapshot(model))
                 gradients, count = zero_gradients(trainable), 0
         record[f"{step}/loss"] = torch.tensor(loss / max(targets, 1), dtype=torch.float64)
@@ -88,11 +88,12 @@ def write_emulation(case: VerifyCase, layout_text: str, path: Path) -> None:
 
 def apply_update(
     trainable: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
+    optimizer: ReferenceOptimizer,
     gradients: Mapping[str, Tensor],
     stage_of: Mapping[str, int],
     count: int,
     clip: float,
+    lr: float,
 ) -> None:
     if not count:
         return
@@ -100,7 +101,7 @@ def apply_update(
         parameter.grad = gradients[name] / count
     for stage in set(stage_of.values()) if clip else ():
         torch.nn.utils.clip_grad_norm_([p for name, p in trainable.items() if stage_of[name] == stage], clip)
-    optimizer.step()
+    optimizer.step(lr)
 
 
 def zero_gradients(trainable: Mapping[str, nn.Parameter]) -> WeightSnapshot:

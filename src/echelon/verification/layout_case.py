@@ -11,6 +11,7 @@ from echelon.models.model_config import ModelConfig
 from echelon.models.reduced_model import describe_sizes, reduced_for_layout
 from echelon.pipeline.schedules import FILE_PREFIX, schedule_for_layout
 from echelon.verification.fold_layout import FoldedLayout, fold_layout
+from echelon.verification.verified_config import Replacement, fitted_config
 from echelon.verification.verify_case import VerifyCase
 
 
@@ -21,6 +22,8 @@ class LayoutCase:
     case: VerifyCase
     """with the model as it runs"""
     folded: FoldedLayout
+    replaced: tuple[Replacement, ...] = ()
+    """values of the configuration that the reduced model is too small for"""
 
     @property
     def layout(self) -> Layout:
@@ -48,7 +51,11 @@ def case_for_layout(case: VerifyCase, layout: Layout) -> LayoutCase:
     small = reduced_for_layout(model, layout, folded.layout, stages=_num_stages(folded.layout), seq_len=seq_len)
     if issues := find_issues(folded.layout, seq_len=seq_len, model=small):
         raise ValidationError(issues)
-    return LayoutCase(case=replace(case, model=small, seq_len=seq_len, reduce=False), folded=folded)
+    config, replaced = fitted_config(
+        case.config, layers=small.layers, stages=_num_stages(folded.layout), seq_len=seq_len
+    )
+    case = replace(case, model=small, seq_len=seq_len, reduce=False, optimizer=config.optimizer, config=config)
+    return LayoutCase(case=case, folded=folded, replaced=replaced)
 
 
 def _num_stages(layout: Layout) -> int:

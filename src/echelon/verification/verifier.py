@@ -8,10 +8,11 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from echelon.config.run_config import Config
 from echelon.launch.rank_failure import RankError
 from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
@@ -23,17 +24,19 @@ from echelon.verification.emulation import write_emulation
 from echelon.verification.fold_layout import DEFAULT_MAX_RANKS
 from echelon.verification.layout_case import case_for_layout
 from echelon.verification.truth import write_truth
+from echelon.verification.verified_config import Replacement
 from echelon.verification.verify_case import VerifyCase
 from echelon.verification.verify_request import (
     check_leave_out,
     check_max_ranks,
+    configure_case,
     default_layouts,
     make_case,
     parse_layouts,
 )
 
-TOLERANCE, TIMEOUT = 1e-10, 120.0
-"""largest `relative_error` that passes, in float64; seconds for each collective"""
+TOLERANCE, RELATIVE_TOLERANCE, TIMEOUT = 1e-10, 1e-9, 120.0
+"""largest `Difference.error` and `Difference.relative` that pass in float64; seconds for each collective"""
 PRELOAD = ("echelon.verification.compare", "echelon.verification.truth")
 """modules that every rank needs, imported once before the pool forks"""
 
@@ -45,11 +48,16 @@ class LayoutVerdict:
     layout: str
     passed: bool
     max_error: float
+    """largest of all quantities: max|a-b| / max(1, max|b|)"""
+    max_relative: float
+    """largest of all quantities: norm(a-b) / norm(b)"""
     first_difference: Difference | None
     """the first above the tolerance: by step, gradients before weights, in the order of the model's parameters"""
     axis: str
     """the mesh axis whose reduction is wrong, or the axes of which none fails alone; empty if it passed"""
     seconds: float
+    replaced: tuple[Replacement, ...] = ()
+    """values of the configuration that its reduced model is too small for"""
     trouble: str = ""
     """why it could not be compared, if so"""
     ran: str = ""
@@ -61,16 +69,19 @@ class LayoutVerdict:
 
     def to_json(self) -> dict[str, Any]:
         first = self.first_difference
-        shown = first and {"parameter": first.name or first.kind, "axis": self.axis, "error": first.error}
+        errors = {"error": first.error, "relative": first.relative} if first else {}
+        shown = first and {"parameter": first.name or first.kind, "axis": self.axis, **errors}
         return {
             "layout": self.layout,
             "passed": self.passed,
             "max_error": self.max_error,
+            "max_relative": self.max_relative,
             "first_difference": shown,
             "seconds": self.seconds,
             "ran": self.ran,
             "folded": self.folded,
             "model": self.model,
+            "replaced": [asdict(each) for each in self.replaced],
         } | ({"trouble": self.trouble} if self.trouble else {})
 
 
@@ -83,13 +94,16 @@ class Report:
     """
 
     verdicts: tuple[LayoutVerdict, ...]
+    replaced: tuple[Replacement, ...] = ()
+    """values of the configuration that were not run as they are"""
 
     @property
     def passed(self) -> bool:
         return all(verdict.passed for verdict in self.verdicts)
 
     def to_json(self) -> dict[str, Any]:
-        return {"passed": self.passed, "layouts": [verdict.to_json() for verdict in self.verdicts]}
+        verdicts, replaced = [verdict.to_json() for verdict in self.verdicts], [asdict(each) for each in self.replaced]
+        return {"passed": self.passed, "layouts": verdicts, "replaced": replaced}
 
 
 def verify(
@@ -99,11 +113,12 @@ def verify(
     batch: str | Callable[[int, int], Any] = "",
     leave_out: str = "",
     max_ranks: int = DEFAULT_MAX_RANKS,
+    config: Config | None = None,
     pool: RankPool | None = None,
     progress: Callable[[LayoutVerdict], None] = lambda _: None,
     **case_options: Any,
 ) -> Report:
-    """Run each layout against one device, in float64, on a reduced model.
+    """Run each layout against one device, in float64, on a reduced model, with the options of `config`.
 
     `model` is a named model, or a function (or `file.py:function`) that builds a custom one, with `batch` a function of
     (sequences, seed) that makes its batches. `leave_out` drops a collective on purpose, such as "tp:all_reduce", to see
@@ -117,9 +132,12 @@ def verify(
     check_leave_out(leave_out)
     check_max_ranks(max_ranks)
     case = make_case(model, batch, max_ranks=max_ranks, **case_options)
+    replaced: tuple[Replacement, ...] = ()
+    if config is not None:
+        case, replaced = configure_case(case, config)
     layouts_to_run = parse_layouts(default_layouts(case) if layouts is None else layouts, case)
     with RankPool(preload=PRELOAD) if pool is None else nullcontext(pool) as ranks:
-        return Verifier(ranks, case, leave_out).report(layouts_to_run, progress)
+        return replace(Verifier(ranks, case, leave_out).report(layouts_to_run, progress), replaced=replaced)
 
 
 class Verifier:
@@ -154,11 +172,12 @@ class Verifier:
             differences = self._differences(case, ran)
         except RankError as error:
             trouble = str(error)
-        wrong = [difference for difference in differences if difference.error > TOLERANCE]
+        wrong = [difference for difference in differences if is_wrong(difference)]
         return LayoutVerdict(
             layout=str(layout),
             passed=not wrong and not trouble,
             max_error=float("inf") if trouble else max(difference.error for difference in differences),
+            max_relative=float("inf") if trouble else max(difference.relative for difference in differences),
             first_difference=wrong[0] if wrong else None,
             axis=self._find_wrong_axis(case, ran) if wrong else "",
             seconds=time.perf_counter() - started,
@@ -166,6 +185,7 @@ class Verifier:
             ran=str(ran),
             folded=run.folded.changes,
             model=run.model,
+            replaced=run.replaced,
         )
 
     def _differences(self, case: VerifyCase, layout: Layout) -> list[Difference]:
@@ -175,8 +195,7 @@ class Verifier:
         largest: dict[tuple[int, str, str], Difference] = {}
         for difference in (difference for report in reports for difference in report.differences):
             key = (difference.step, difference.kind, difference.name)
-            if key not in largest or difference.error > largest[key].error:
-                largest[key] = difference
+            largest[key] = max(largest.get(key, difference), difference, key=lambda d: max(d.error, d.relative))
         sizes = {name: size for report in reports for name, size in report.parameter_elements.items()}
         order = {name: index for index, name in enumerate(reports[0].parameter_names)}
         for name in order:
@@ -185,13 +204,13 @@ class Verifier:
                 wrong = f"{name} has {sizes.get(name, 0)} elements and {owned} are owned: the placement is wrong"
                 raise RankError(wrong, rank=0, reason=wrong)
         # Causes first: a wrong gradient makes the update wrong, and a parameter tells more than a norm.
-        kinds = ("gradient", "parameter", "buffer", "norm", "loss")
+        kinds = ("gradient", "parameter", "average", "buffer", "norm", "loss")
         return sorted(largest.values(), key=lambda d: (d.step, kinds.index(d.kind), order.get(d.name, 0)))
 
     def _truth_file(self, case: VerifyCase, layout: Layout) -> Path:
         """The file with what one device computes; for asynchronous schedules by their own rule."""
         rule = (layout.schedule, layout.pp) if layout.schedule in ASYNC_SCHEDULES else ()
-        key = (case.model, case.seq_len, layout.batch, layout.accumulate, *rule)
+        key = (case.model, case.seq_len, case.optimizer, layout.batch, layout.accumulate, *rule)
         if key not in self._truth_files:
             path = self._folder / f"{len(self._truth_files)}.safetensors"
             if rule:
@@ -231,8 +250,7 @@ class Verifier:
 
     def _fails(self, case: VerifyCase, layout: Layout) -> bool:
         try:
-            differences = self._differences(case, with_two_sequences(layout))
-            return any(difference.error > TOLERANCE for difference in differences)
+            return any(is_wrong(difference) for difference in self._differences(case, with_two_sequences(layout)))
         except RankError:
             return True
 
@@ -241,6 +259,10 @@ def _with_enough_steps(case: VerifyCase, layout: Layout) -> VerifyCase:
     """The case with about as many updates for every schedule: rounding errors grow with each of them."""
     updates = updates_per_step(layout)
     return replace(case, steps=max(-(-case.steps // updates), min(case.steps, 3)))
+
+
+def is_wrong(difference: Difference) -> bool:
+    return difference.error > TOLERANCE or difference.relative > RELATIVE_TOLERANCE
 
 
 def with_two_sequences(layout: Layout) -> Layout:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from echelon.config.sections import OptimizerConfig
+from echelon.config.lr_schedule import lr_factor
+from echelon.config.run_config import Config
+from echelon.config.sections import LRScheduleConfig, OptimizerConfig
 from echelon.models.model_config import IGNORE_INDEX, ModelConfig
 from echelon.models.user_model import load_factory
 
@@ -15,12 +17,14 @@ if TYPE_CHECKING:
 
 DEFAULT_ADAMW = OptimizerConfig(lr=1e-2, eps=1e-6)
 """the default optimizer. AdamW turns a difference d of a gradient near 0 into one of lr·d/eps of the parameter: with
-the usual eps, rounding alone can come near the tolerance"""
+the usual eps, rounding alone can come near the tolerance where gradients are not compared (asynchronous schedules)"""
+FLOAT64 = Config(dtype="float64", schedule=LRScheduleConfig(name="constant", warmup=0))
+"""the default configuration: exact"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyCase:
-    """A model, an optimizer and a few steps, all in float64."""
+    """A model and a few steps of its training, in float64 or as configured."""
 
     model: ModelConfig | str
     """a named model, or `file.py:factory` of a custom model"""
@@ -38,25 +42,44 @@ class VerifyCase:
     """whether each layout gets a model that is reduced for it (layout_case.py)"""
     max_ranks: int = 0
     """ranks to which a layout is folded (fold_layout.py); 0: as many as it has"""
+    config: Config = FLOAT64
+    """everything else that a run reads: precision, kernels, compression, learning-rate schedule, sharding, memory and
+    pipeline options; with the optimizer, clipping and seed from above"""
 
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"verify needs a step to compare (steps={self.steps}); use 1 or more")
+        config = replace(self.config, optimizer=self.optimizer, clip=self.clip, seed=self.seed)
+        object.__setattr__(self, "config", config)
 
-    def build(self, device: str) -> nn.Module:
-        """The one-device model; on "meta" with shapes only, or as the user's factory builds it."""
+    @property
+    def is_float64(self) -> bool:
+        """Whether nothing is rounded but in float64: else the case runs as configured."""
+        return self.config.dtype == "float64"
+
+    def learning_rate(self, step: int) -> float:
+        """The schedule's rate, over the few steps of the case and with a warm-up of at most two of them."""
+        schedule = replace(self.config.schedule, warmup=min(self.config.schedule.warmup, 2))
+        return self.optimizer.lr * lr_factor(step, self.steps, schedule)
+
+    def build(self, device: str, *, double: bool = True) -> nn.Module:
+        """The one-device model, in float64 or float32; on "meta" with shapes only, or as the user's factory builds it.
+
+        A built-in model has the same initial values in both, rounded in the second.
+        """
         import torch
 
         from echelon import models
 
         if isinstance(self.model, ModelConfig):
-            return models.build(self.model, device, dtype=torch.float64, seed=self.seed)
+            dtype = torch.float64 if double else torch.float32
+            return models.build(self.model, device, dtype=dtype, seed=self.seed)
         torch.manual_seed(self.seed)
         model: nn.Module = load_factory(self.model)()
-        return model.double()
+        return model.double() if double else model
 
     def batch(self, step: int, num_sequences: int) -> dict[str, Tensor]:
-        """The global batch of a step, the same on every rank."""
+        """The global batch of a step, the same on every rank, with floats in float64."""
         import torch
 
         if not isinstance(self.model, ModelConfig):

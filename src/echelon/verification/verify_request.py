@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from echelon.config.run_config import Config
-from echelon.config.sections import OptimizerConfig
 from echelon.layout import Layout, check_layouts, grammar
 from echelon.layout.rules import LayoutConstraints, find_violations
 from echelon.layout.validation_error import ValidationError, ValidationIssue
@@ -20,6 +19,7 @@ from echelon.pipeline.schedules import schedule_file_error
 from echelon.training.start_training import default_procs
 from echelon.verification.fold_layout import DEFAULT_MAX_RANKS
 from echelon.verification.layout_case import case_for_layout
+from echelon.verification.verified_config import Replacement, float64_config
 from echelon.verification.verify_case import VerifyCase
 
 DEFAULT_LAYOUTS = (
@@ -46,13 +46,16 @@ class VerifyRequest:
     """The options of `echelon verify`."""
 
     config: Path | None = None
+    settings: Sequence[str] = ()
+    """`key=value` over the configuration"""
     layouts: str = ""
     model: str = ""
     leave_out: str = ""
     max_ranks: int = DEFAULT_MAX_RANKS
+    as_configured: bool = False
 
-    def resolve(self) -> tuple[VerifyCase, list[Layout]]:
-        """The case and its layouts. Raises ValidationError with every issue."""
+    def resolve(self) -> ResolvedRequest:
+        """Return the case and its layouts. Raise ValidationError with every issue."""
         issues: list[ValidationIssue] = []
         config, case, layouts = None, VerifyCase(model=""), self.layouts
         with collect_faults(issues):
@@ -60,26 +63,42 @@ class VerifyRequest:
         with collect_faults(issues):
             check_max_ranks(self.max_ranks)
         with collect_faults(issues):
-            config = Config.load(self.config) if self.config else None
+            config = Config.load(self.config, self.settings) if self.config or self.settings else None
         if not layouts and config and config.layout:
             layouts = str(Layout.parse(config.layout, world=default_procs(config)).replace(microbatch=1))
         with collect_faults(issues):
             case = make_case(self.model or (config.model if config else "llama-tiny"))
-        if config:
-            # Everything is float64, moments too: shorter dtypes use stochastic rounding. Rules that take a sign or a
-            # ratio amplify rounding errors: layouts are compared by AdamW, rules on equal gradients (tests/optim).
-            rule = replace(config.optimizer, states="float32", ema=0.0, in_backward=False)
-            rule = rule if rule.name in ("adamw", "sgd") else OptimizerConfig(lr=rule.lr, groups=rule.groups)
-            case = replace(case, optimizer=rule, clip=config.clip)
-            if isinstance(case.model, ModelConfig):
-                case = replace(case, model=config.override_model(case.model))
+        replaced: tuple[Replacement, ...] = ()
+        if config or self.as_configured:
+            case, replaced = configure_case(case, config or Config(), as_configured=self.as_configured)
         parsed_layouts: list[Layout] = []
         with collect_faults(issues):
             case = replace(case, max_ranks=self.max_ranks)
             parsed_layouts = parse_layouts(layouts or default_layouts(case), case)
         if issues:
             raise ValidationError(issues)
-        return case, parsed_layouts
+        return ResolvedRequest(case=case, layouts=tuple(parsed_layouts), replaced=replaced)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedRequest:
+    """What `verify` runs."""
+
+    case: VerifyCase
+    layouts: tuple[Layout, ...]
+    replaced: tuple[Replacement, ...]
+    """values of the configuration that are not run as they are"""
+
+
+def configure_case(
+    case: VerifyCase, config: Config, *, as_configured: bool = False
+) -> tuple[VerifyCase, tuple[Replacement, ...]]:
+    """Return the case with a configuration, and what of it is not run as it is."""
+    model = config.override_model(case.model) if isinstance(case.model, ModelConfig) else case.model
+    runs, replaced = (config, ()) if as_configured else float64_config(config)
+    packed = config.data.mask_documents
+    case = replace(case, model=model, packed=packed, optimizer=runs.optimizer, clip=runs.clip, config=runs)
+    return case, replaced
 
 
 @contextmanager
