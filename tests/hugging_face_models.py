@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+_ROPE = {"rope_type": "default", "rope_theta": 5e4}
 _ROTARY = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -19,7 +20,7 @@ _ROTARY = {
     "intermediate_size": 48,
     "max_position_embeddings": 64,
     "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 5e4},
+    "rope_parameters": _ROPE,
 }
 _STRETCHED = {
     "rope_type": "llama3",
@@ -28,6 +29,15 @@ _STRETCHED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "rope_theta": 100.0,
+}
+"""some pairs of each head before, some inside and some behind the ramp"""
 _LATENT = {
     **_ROTARY,
     "num_key_value_heads": 4,
@@ -74,6 +84,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "llama linear": ("llama", {**_ROTARY, "rope_parameters": {**_ROPE, "rope_type": "linear", "factor": 4.0}}),
+    "llama yarn": ("llama", {**_ROTARY, "hidden_size": 64, "max_position_embeddings": 256, "rope_parameters": _YARN}),
     "mistral": ("mistral", {**_ROTARY, "sliding_window": None}),
     "mistral short": ("mistral", {**_ROTARY, "sliding_window": 64}),
     "qwen2": ("qwen2", _ROTARY),
@@ -93,6 +105,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v2": ("deepseek_v2", {**_LATENT, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("deepseek_v3", {**_LATENT, "q_lora_rank": None}),
+    "deepseek_v3 yarn": (
+        "deepseek_v3",
+        {
+            **_LATENT,
+            "max_position_embeddings": 256,
+            "rope_parameters": {**_YARN, "mscale": 0.8, "mscale_all_dim": 1.2},
+        },
+    ),
 }
 
 

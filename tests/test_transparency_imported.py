@@ -6,7 +6,7 @@ import pytest
 
 from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
-from echelon.models.attention_config import RopeScaling
+from echelon.models.attention_config import Llama3RopeScaling
 from echelon.models.model_config import ModelConfig
 from echelon.verification.verifier import TOLERANCE, Verifier
 from echelon.verification.verify_case import VerifyCase
@@ -22,7 +22,7 @@ QWEN2 = ModelConfig(
     vocab=97,
     max_seq_len=64,
     qkv_bias=True,
-    rope_scaling=RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32),
+    rope_scaling=Llama3RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32),
 )
 
 

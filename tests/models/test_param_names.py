@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 
 from echelon.models import ModelConfig, build, find_model, reduced_config
 from echelon.models.attention import rope_angles
-from echelon.models.attention_config import RopeScaling
+from echelon.models.attention_config import LinearRopeScaling, Llama3RopeScaling, YarnRopeScaling
+from echelon.models.hf.hf_config_reader import parse_hf_config
 from echelon.models.hf.param_names import from_hugging_face, hf_model_type, param_mappings, to_hugging_face
 
 SMALL = {
@@ -176,7 +178,7 @@ def test_wrong_weights_and_models_without_names_are_refused() -> None:
 
 def test_stretched_angles_are_those_of_transformers() -> None:
     """Fast pairs as they were, slow ones slower, and those between in proportion: all three kinds are there."""
-    stretch = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=64)
+    stretch = Llama3RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=64)
     config = replace(LLAMA, rope_scaling=stretch, theta=1e4)
     place = torch.arange(256).unsqueeze(0)
     cosines, _ = rope_angles(place, 16, config.theta, torch.float64, stretch)
@@ -198,11 +200,113 @@ def test_stretched_angles_are_those_of_transformers() -> None:
     assert float((cosines - wanted[..., :8]).abs().max()) < 1e-4
 
 
+PUBLISHED_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+"""the keys and values of the published config.json"""
+
+
+def test_the_published_config_of_deepseek_v3() -> None:
+    config = parse_hf_config(PUBLISHED_V3, "deepseek-v3").config
+    named = find_model("deepseek-v3")
+    assert config.parameters == named.parameters
+    scaling = config.rope_scaling
+    assert isinstance(scaling, YarnRopeScaling)
+    assert (scaling.rotation_scale, scaling.score_scale) == (1.0, pytest.approx((0.1 * math.log(40) + 1) ** 2))
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        PUBLISHED_V3["rope_scaling"],
+        {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512, "truncate": False},
+        {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 7, "attention_factor": 0.3},
+        {"rope_type": "linear", "factor": 3.0},
+    ],
+    ids=str,
+)
+def test_scaled_rotations_are_those_of_transformers(rope: dict[str, Any]) -> None:
+    """The tables: every cosine and sine, of which transformers computes the frequencies in float32."""
+    transformers = pytest.importorskip("transformers")
+    place, given = torch.arange(0, 200, 7)[None], {**rope, "rope_type": rope.get("rope_type", "yarn")}
+    given.pop("type", None)
+    values = {**LLAMA_KEYS, "max_position_embeddings": 4096}
+    config = parse_hf_config({"model_type": "llama", **values, "rope_scaling": given}, "scaled").config
+    theirs = transformers.LlamaConfig(**values, rope_parameters={**given, "rope_theta": 1e4})
+    module = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(theirs)
+    for ours, expected in zip(
+        rope_angles(place, 64, config.theta, torch.float64, config.rope_scaling),
+        module(torch.zeros(1), place),
+        strict=True,
+    ):
+        assert torch.allclose(ours.float(), expected[..., :32], rtol=0.0, atol=3e-5)
+
+
+LLAMA_KEYS = {
+    "vocab_size": 97,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+}
+
+
 def test_invalid_rope_scaling_is_refused() -> None:
     with pytest.raises(ValueError, match="low_freq_factor < high_freq_factor"):
-        RopeScaling(factor=8.0, low_freq_factor=4.0, high_freq_factor=1.0, original_max_seq_len=64)
+        Llama3RopeScaling(factor=8.0, low_freq_factor=4.0, high_freq_factor=1.0, original_max_seq_len=64)
     with pytest.raises(ValueError, match="rope_scaling is an option of the llama family"):
         replace(
             GPT,
-            rope_scaling=RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=64),
+            rope_scaling=LinearRopeScaling(factor=8.0),
         )

@@ -7,7 +7,6 @@ happens between the projections.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,14 +40,12 @@ def rope_angles(
     """Cosines and sines of rotary position embedding in at least fp32, computed once per forward pass."""
     # In fp64: at position 8192 an fp32 angle is already wrong by 5e-4, and the table is small.
     rate = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim)
+    size = 1.0
     if scaling is not None:
-        turns = scaling.original_max_seq_len * rate / (2 * math.pi)
-        span = scaling.high_freq_factor - scaling.low_freq_factor
-        unscaled = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
-        rate = rate * (unscaled + (1 - unscaled) / scaling.factor)
+        rate, size = scaling.scale(rate, theta), scaling.rotation_scale
     angle = positions.unsqueeze(-1) * rate
     wide = torch.promote_types(dtype, torch.float32)
-    return angle.cos().to(wide), angle.sin().to(wide)
+    return (size * angle.cos()).to(wide), (size * angle.sin()).to(wide)
 
 
 @dataclass(frozen=True)

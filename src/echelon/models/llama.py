@@ -40,9 +40,9 @@ class LlamaBlock(TransformerBlock):
     def build_attention(self, config: ModelConfig) -> nn.Module:
         """MLA, with QK norm, or grouped-query."""
         if config.mla is not None:
-            return LatentAttention(
-                config.width, config.heads, config.mla, epsilon=config.epsilon, dropout=config.dropout
-            )
+            score_scale = config.rope_scaling.score_scale if config.rope_scaling is not None else 1.0
+            options = {"epsilon": config.epsilon, "dropout": config.dropout, "score_scale": score_scale}
+            return LatentAttention(config.width, config.heads, config.mla, **options)
         return (QKNormAttention if config.qk_norm else Attention)(config, bias=config.qkv_bias)
 
     def attend(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:

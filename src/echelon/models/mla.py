@@ -9,7 +9,7 @@
         |                |
         +--> key --------+------> rope, rotated                 shared by all heads, behind each head's `nope`
 
-    scores = (q_nope k_nope' + q_rope k_rope') / sqrt(nope + rope)
+    scores = (q_nope k_nope' + q_rope k_rope') / sqrt(nope + rope), times YaRN's m^2 (attention_config.py)
 
 The three latents enter the region concatenated: sequence parallelism gathers only these, and the GEMMs before them
 compute a rank's own tokens. Without a `q_down` queries are projected from x, which then enters the region too.
@@ -30,9 +30,9 @@ from echelon.models.layers import Linear, RMSNorm, project_all
 class LatentHeads(nn.Module):
     """From latents to the output of each head. The number of heads follows from the width of the projections."""
 
-    def __init__(self, config: MLAConfig, query_source: int, heads: int, *, dropout: float) -> None:
+    def __init__(self, config: MLAConfig, query_source: int, heads: int, *, dropout: float, score_scale: float) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.score_scale = config, score_scale
         self.input_sizes = (query_source, config.kv_rank, config.rope_dim)
         """of the input: latent of queries, latent of keys and values, rotated part of the keys"""
         self.q = Linear(query_source, heads * config.head_dim, bias=False)
@@ -55,7 +55,8 @@ class LatentHeads(nn.Module):
         k_nope, v = _split_heads(kv, config.nope_dim, config.value_dim)
         k_rope = apply_rotary(key.unsqueeze(1), rope).expand(-1, k_nope.shape[1], -1, -1)
         q, k = torch.cat((q_nope, apply_rotary(q_rope, rope)), dim=-1), torch.cat((k_nope, k_rope), dim=-1)
-        return q, k, v
+        # On the queries, so that every kernel and every split of attention may keep its own 1 / sqrt(head_dim).
+        return q if self.score_scale == 1.0 else q * self.score_scale, k, v
 
 
 class LatentAttention(nn.Module):
@@ -66,7 +67,9 @@ class LatentAttention(nn.Module):
     share_input = ("q_down", "kv_down")
     """layers with one input, called together"""
 
-    def __init__(self, width: int, heads: int, config: MLAConfig, *, epsilon: float, dropout: float) -> None:
+    def __init__(
+        self, width: int, heads: int, config: MLAConfig, *, epsilon: float, dropout: float, score_scale: float = 1.0
+    ) -> None:
         super().__init__()
         self.config = config
         if config.query_rank:
@@ -74,7 +77,8 @@ class LatentAttention(nn.Module):
             self.q_norm = RMSNorm(config.query_rank, epsilon)
         self.kv_down = Linear(width, config.kv_rank + config.rope_dim, bias=False)
         self.kv_norm = RMSNorm(config.kv_rank, epsilon)
-        self.heads = LatentHeads(config, config.query_rank or width, heads, dropout=dropout)
+        query_source = config.query_rank or width
+        self.heads = LatentHeads(config, query_source, heads, dropout=dropout, score_scale=score_scale)
         self.o = Linear(heads * config.value_dim, width, bias=False)
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:

@@ -76,12 +76,7 @@ class ModelConfig:
         for field in ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "max_seq_len"):
             if getattr(self, field) < 1:
                 errors.append(f"{field} is less than 1 ({field}={getattr(self, field)}); use 1 or more")
-        for field in ("mla", "qk_norm", "qkv_bias", "rope_scaling", "explicit_head_dim"):
-            given = getattr(self, field)
-            if given and self.family != "llama":
-                errors.append(f"{field} is an option of the llama family (family={self.family}); leave it out")
-            elif given and field != "mla" and self.mla:
-                errors.append(f"{field} is incompatible with latent attention ({field}={given}); leave it out")
+        errors += self._llama_option_errors()
         if self.mla and heads != kv_heads:
             values = f"heads={heads}, kv_heads={kv_heads}"
             errors.append(f"latent attention requires kv_heads = heads ({values}); make them equal")
@@ -97,6 +92,18 @@ class ModelConfig:
             errors.append(f"{self.layers} convolutions cannot halve the image (max_seq_len={side}); use fewer")
         if errors:
             raise ValueError(f"model {self.name!r}: " + "; also ".join(errors))
+
+    def _llama_option_errors(self) -> list[str]:
+        errors = []
+        for field in ("mla", "qk_norm", "qkv_bias", "rope_scaling", "explicit_head_dim"):
+            given = getattr(self, field)
+            if given and self.family != "llama":
+                errors.append(f"{field} is an option of the llama family (family={self.family}); leave it out")
+            elif given and field not in ("mla", "rope_scaling") and self.mla:
+                errors.append(f"{field} is incompatible with latent attention ({field}={given}); leave it out")
+        if self.rope_scaling and not self.theta > 1:
+            errors.append(f"rope_scaling requires frequencies that differ (theta={self.theta}); use theta above 1")
+        return errors
 
     @property
     def head_dim(self) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.layout.validation_error import ValidationError, ValidationIssue
-from echelon.models.attention_config import MLAConfig, RopeScaling
+from echelon.models.attention_config import ROPE_SCALINGS, MLAConfig
 from echelon.models.model_config import ModelConfig
 from echelon.models.moe_config import MoEConfig
 
@@ -43,6 +43,8 @@ class SavedModel:
         config = _rename(written["config"], _CONFIG_KEYS, back=True)
         for key, keys in (("mixture", _MOE_KEYS), ("stretch", _ROPE_KEYS)):
             config[key] = config[key] and _rename(config[key], keys, back=True)
+        if self.config.rope_scaling is not None:
+            config["stretch"]["kind"] = self.config.rope_scaling.kind
         return {**written, "config": config}
 
 
@@ -73,7 +75,8 @@ def _parse_config(given: Mapping[str, Any]) -> ModelConfig:
     if values.get("mla") is not None:
         values["mla"] = MLAConfig(**values["mla"])
     if values.get("rope_scaling") is not None:
-        values["rope_scaling"] = RopeScaling(**_rename(values["rope_scaling"], _ROPE_KEYS))
+        scaling = _rename(values["rope_scaling"], _ROPE_KEYS)
+        values["rope_scaling"] = ROPE_SCALINGS[scaling.pop("kind", "llama3")](**scaling)  # older files have no kind
     if values.get("moe") is not None:
         moe = _rename(values["moe"], _MOE_KEYS)
         moe["options"] = tuple((str(key), value) for key, value in moe.get("options", ()))

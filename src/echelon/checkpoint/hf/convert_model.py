@@ -13,6 +13,7 @@ import torch
 from echelon import models
 from echelon.checkpoint.hf import convert_tensors, native_format, safetensors_reader, safetensors_writer
 from echelon.checkpoint.hf.convert_tensors import ReportBytes, TensorSource
+from echelon.checkpoint.hf.dequantize import open_hf_weights
 from echelon.checkpoint.hf.logit_check import LogitCheck, check_logits, require_memory
 from echelon.checkpoint.hf.safetensors_writer import MAX_SHARD_BYTES, SafetensorSpec, atomic_directory
 from echelon.layout.validation_error import ValidationError, ValidationIssue, did_you_mean
@@ -74,7 +75,7 @@ def import_model(
     model = hf_config_reader.read_hf_config(source)
     if with_check:
         require_memory(model.config)
-    conversion = convert_tensors.hf_to_native(safetensors_reader.open_safetensors(source), model.config, target_dtype)
+    conversion = convert_tensors.hf_to_native(open_hf_weights(source), model.config, target_dtype)
     specs = conversion.specs
     with atomic_directory(target) as folder:
         with progress(sum(spec.num_bytes for spec in specs)) as report:

@@ -20,10 +20,12 @@ import torch
 from torch import Tensor
 
 from echelon import models
-from echelon.checkpoint.hf import safetensors_reader
 from echelon.checkpoint.hf.convert_tensors import TensorSource, hf_to_native, in_memory, stored_dtype
+from echelon.checkpoint.hf.dequantize import open_hf_weights
 from echelon.checkpoint.hf.safetensors_reader import format_names
 from echelon.models.hf import hf_config_reader
+from echelon.models.hf.hf_architectures import TRAINABLE
+from echelon.models.hf.param_names import ignored_names
 from echelon.models.language_model import LanguageModel
 from echelon.models.model_config import ModelConfig
 from echelon.parallel.dp.offload_policy import GIB, available_host_bytes
@@ -97,16 +99,14 @@ def native_logits(
 
 def _reimport_logits(hf_dir: Path, tokens: Tensor, cast_to: torch.dtype | None) -> Tensor:
     config = hf_config_reader.read_hf_config(hf_dir).config
-    conversion = hf_to_native(safetensors_reader.open_safetensors(hf_dir), config, cast_to)
+    conversion = hf_to_native(open_hf_weights(hf_dir), config, cast_to)
     return native_logits(config, {name: in_memory(tensor) for name, tensor in conversion.convert()}, tokens)
 
 
 def _transformers_logits(hf_dir: Path, tokens: Tensor, cast_to: torch.dtype | None) -> Tensor:
     with _silence_transformers():
         transformers: Any = importlib.import_module("transformers")
-        model, loading_info = transformers.AutoModelForCausalLM.from_pretrained(
-            str(hf_dir), dtype=torch.float32, local_files_only=True, trust_remote_code=False, output_loading_info=True
-        )
+        model, loading_info = _load_transformers_model(transformers, hf_dir, cast_to)
         wrong = {key: sorted(map(str, loading_info[key])) for key in LOADING_FAULTS}
         if any(wrong.values()):
             mismatches = "; ".join(f"{key}: {format_names(names)}" for key, names in wrong.items() if names)
@@ -118,6 +118,23 @@ def _transformers_logits(hf_dir: Path, tokens: Tensor, cast_to: torch.dtype | No
                 tensor.copy_(tensor.to(stored_dtype(name, tensor.dtype, cast_to)))
             logits: Tensor = model.eval()(tokens, use_cache=False).logits
     return logits
+
+
+def _load_transformers_model(transformers: Any, hf_dir: Path, cast_to: torch.dtype | None) -> tuple[Any, Any]:
+    """transformers' model in float32, and what it reports about loading. It dequantises on a GPU only, so we do."""
+    offline = {"local_files_only": True, "trust_remote_code": False}
+    options = {"dtype": torch.float32, "output_loading_info": True}
+    if hf_config_reader.read_weight_blocks(hf_dir) is None:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(str(hf_dir), **offline, **options)
+        return model, info
+    saved, weights = hf_config_reader.read_hf_config(hf_dir), open_hf_weights(hf_dir)
+    weights = {name: weights[name] for name in weights.keys() - ignored_names(weights, saved.config)}
+    state = {name: x.read().to(stored_dtype(name, x.dtype, cast_to)) for name, x in weights.items()}
+    config = transformers.AutoConfig.from_pretrained(str(hf_dir), **offline)
+    del config.quantization_config
+    model_class = getattr(transformers, TRAINABLE[saved.model_type].class_name)
+    model, info = model_class.from_pretrained(None, config=config, state_dict=state, **options)
+    return model, info
 
 
 @contextmanager

@@ -6,6 +6,7 @@ A pickle can run code when it is opened, so that files of other kinds are not lo
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """supported dtypes, by safetensors' names"""
+QUANTISED_DTYPES = {"F8_E4M3": torch.float8_e4m3fn}
+"""dtypes that are no weights without their scales (dequantize.py)"""
 
 
 @dataclass(frozen=True)
@@ -43,9 +46,10 @@ class LazyTensor:
         return values
 
 
-def open_safetensors(folder: Path) -> dict[str, LazyTensor]:
+def open_safetensors(folder: Path, *, quantised: bool = False) -> dict[str, LazyTensor]:
     """Every tensor of a directory by name, of one file or of those in its index. Raises ValueError with all problems.
 
+    With `quantised` tensors of `QUANTISED_DTYPES` are opened too; otherwise they are refused.
     The memory-mapped files stay open as long as a tensor of them lives.
     """
     # One file takes precedence over an index, as in transformers.
@@ -60,7 +64,7 @@ def open_safetensors(folder: Path) -> dict[str, LazyTensor]:
     for file in files:
         if file.is_file():
             try:
-                tensors |= _open_file(file)
+                tensors |= _open_file(file, SAFETENSORS_DTYPES | (QUANTISED_DTYPES if quantised else {}))
             except ValueError as error:
                 faults.append(str(error))
     if faults:
@@ -102,7 +106,7 @@ def _read_index(folder: Path) -> dict[str, str]:
     return {str(name): str(shard) for name, shard in weight_map.items()}
 
 
-def _open_file(file: Path) -> dict[str, LazyTensor]:
+def _open_file(file: Path, supported: Mapping[str, torch.dtype]) -> dict[str, LazyTensor]:
     try:
         source: Any = safe_open(str(file), framework="pt")
         names = list(source.keys())
@@ -110,17 +114,17 @@ def _open_file(file: Path) -> dict[str, LazyTensor]:
     except (SafetensorError, OSError) as error:
         raise ValueError(f"invalid safetensors file ({file}: {error})") from None
     dtypes = {name: part.get_dtype() for name, part in slices.items()}
-    unsupported = {name: dtype for name, dtype in dtypes.items() if dtype not in SAFETENSORS_DTYPES}
+    unsupported = {name: dtype for name, dtype in dtypes.items() if dtype not in supported}
     # Integers are masks of older files, which are not read; quantised weights must not pass as weights.
     packed = sorted(name for name in unsupported if not name.endswith((".attn.bias", ".attn.masked_bias")))
     if packed:
         raise ValueError(
             f"weights of unsupported dtypes ({file}: {format_names(packed)} as "
-            f"{', '.join(sorted(set(unsupported.values())))}; supported: {', '.join(SAFETENSORS_DTYPES)}); "
+            f"{', '.join(sorted(set(unsupported.values())))}; supported: {', '.join(supported)}); "
             "save the model unquantised"
         )
     return {
-        name: LazyTensor(file, name, tuple(part.get_shape()), SAFETENSORS_DTYPES[dtypes[name]], source)
+        name: LazyTensor(file, name, tuple(part.get_shape()), supported[dtypes[name]], source)
         for name, part in slices.items()
         if name not in unsupported
     }

@@ -15,7 +15,6 @@ _ROTARY: Mapping[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),
     "attention_dropout": (0.0,),
     "partial_rotary_factor": (1.0, None),
-    "quantization_config": (None,),
 }
 _MLA: Mapping[str, tuple[Any, ...]] = {**_ROTARY, "moe_layer_freq": (1,), "rms_norm_eps": (MLA_EPSILON,)}
 _GPT2: Mapping[str, tuple[Any, ...]] = {
@@ -23,7 +22,6 @@ _GPT2: Mapping[str, tuple[Any, ...]] = {
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
-    "quantization_config": (None,),
 }
 _DEEPSEEK_V2: Mapping[str, tuple[Any, ...]] = {
     **_MLA,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.layout.validation_error import ValidationError, ValidationIssue, did_you_mean
-from echelon.models.attention_config import MLAConfig, RopeScaling
+from echelon.models.attention_config import HF_ROPE_KEYS, ROPE_SCALINGS, MLAConfig, RopeScaling
 from echelon.models.hf.hf_architectures import HF_ARCHITECTURES, TRAINABLE, TrainingSupport
 from echelon.models.model_config import ModelConfig
 from echelon.models.model_dir import SavedModel
@@ -27,7 +27,9 @@ from echelon.models.moe_config import MoEConfig
 CONFIG_FILE = "config.json"
 MAX_LAYERS = 10_000
 DROPOUT_KEYS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
-LLAMA3_ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+QUANTIZATION_KEY = "quantization_config"
+FP8_QUANTIZATION = {"quant_method": "fp8", "fmt": "e4m3"}
+"""what a `quantization_config` must say, as DeepSeek-V3's does: fp8 with a scale for each block of a weight"""
 
 
 class ConfigValues:
@@ -88,6 +90,24 @@ def read_hf_spec(path: Path) -> ModelSpec:
 def read_hf_config(path: Path) -> SavedModel:
     """The trainable model of a config.json, or of the directory that holds one."""
     return parse_hf_config(*_load(path))
+
+
+def read_weight_blocks(path: Path) -> tuple[int, int] | None:
+    """Rows and columns of the blocks of quantised weights that share a scale; None: the weights are not quantised."""
+    given, _ = _load(path)
+    return weight_blocks(given.get(QUANTIZATION_KEY))
+
+
+def weight_blocks(quantization: Any) -> tuple[int, int] | None:
+    """The blocks of a `quantization_config`. Raises ValueError if it is not one that import dequantises."""
+    if quantization is None:
+        return None
+    given = quantization if isinstance(quantization, dict) else {}
+    blocks = given.get("weight_block_size")
+    is_fp8 = all(given.get(key, value) == value for key, value in FP8_QUANTIZATION.items()) and "quant_method" in given
+    if is_fp8 and isinstance(blocks, list) and len(blocks) == 2 and all(type(n) is int and n > 0 for n in blocks):
+        return blocks[0], blocks[1]
+    raise ValueError("is not a quantisation that import reads")
 
 
 def _load(path: Path) -> tuple[Mapping[str, Any], str]:
@@ -288,6 +308,11 @@ def _check_supported(values: ConfigValues) -> None:
         if values.given.get(key, supported[0]) not in supported:
             legal = ", ".join(json.dumps(value) for value in supported)
             values.add(key, "is not computed by our models", legal)
+    try:
+        weight_blocks(values.given.get(QUANTIZATION_KEY))
+    except ValueError as error:
+        legal = json.dumps({**FP8_QUANTIZATION, "weight_block_size": [128, 128]})
+        values.add(QUANTIZATION_KEY, str(error), legal, "save the model unquantised")
     classes = values.given.get("architectures")
     if classes and not (isinstance(classes, list) and support.class_name in classes):
         values.add("architectures", "is another model than one that predicts tokens", support.class_name)
@@ -338,36 +363,51 @@ def _rope(values: ConfigValues) -> dict[str, Any]:
     """Older files have rope_theta and rope_scaling, newer ones rope_parameters."""
     default = values.support.rope_theta
     given: dict[str, Any] = {"rope_theta": values.given.get("rope_theta", default)}
+    tables: dict[str, dict[str, Any]] = {}
     for key in ("rope_scaling", "rope_parameters"):
         table = values.given.get(key) or {}
         if not isinstance(table, dict):
             values.add(key, "is not an object")
             continue
+        if "type" in table:
+            table = {"rope_type": table["type"], **table}
         given |= table
-        rope_type = table.get("rope_type", table.get("type", "default"))
-        if rope_type not in ("default", "llama3"):
+        tables[key] = table
+        rope_type = table.get("rope_type", "default")
+        if rope_type != "default" and not (isinstance(rope_type, str) and rope_type in ROPE_SCALINGS):
             message = f"scales rotary embeddings in a way that our models do not ({rope_type})"
-            values.add(key, message, "default, llama3", "models trained without it can be imported")
+            values.add(
+                key, message, ", ".join(("default", *ROPE_SCALINGS)), "models trained without it can be imported"
+            )
         if table.get("partial_rotary_factor", 1.0) != 1.0:
             values.add(key, "rotates a part of each head, and ours rotate all of it", "partial_rotary_factor=1.0")
-    old, new = (values.given.get(key) or {} for key in ("rope_scaling", "rope_parameters"))
-    if isinstance(old, dict) and isinstance(new, dict) and any(old[key] != new[key] for key in old.keys() & new.keys()):
+    old, new = (tables.get(key, {}) for key in ("rope_scaling", "rope_parameters"))
+    if any(old[key] != new[key] for key in old.keys() & new.keys()):
         values.add("rope_scaling", f"contradicts rope_parameters ({json.dumps(new)})", hint="leave out one of them")
     inner = ConfigValues(given, values.model_type)
     theta = inner.number("rope_theta", default, least=1.0)
     values.by_key |= inner.by_key
-    if given.get("rope_type", given.get("type")) != "llama3":
+    scaled_by = next((key for key in tables if tables[key].get("rope_type", "default") != "default"), "")
+    if scaled_by and theta == 1.0:
+        values.add("rope_theta", "gives all pairs one frequency, which cannot be scaled", "> 1")
+    if not scaled_by or values.by_key.keys() & {scaled_by, "rope_theta"}:
         return {"theta": theta}
+    return {"theta": theta, "rope_scaling": _rope_scaling(values, scaled_by, given)}
+
+
+def _rope_scaling(values: ConfigValues, key: str, given: Mapping[str, Any]) -> RopeScaling | None:
+    variant = ROPE_SCALINGS[given["rope_type"]]
+    given = {"original_max_position_embeddings": values.given.get("max_position_embeddings"), **given}
+    names = {field: HF_ROPE_KEYS.get(field, field) for field in variant.__dataclass_fields__}
     try:
-        *factors, original = (given[key] for key in LLAMA3_ROPE_KEYS)
-        factor, low, high = map(float, factors)
-        scaling = RopeScaling(
-            factor=factor, low_freq_factor=low, high_freq_factor=high, original_max_seq_len=int(original)
-        )
-    except (KeyError, TypeError, ValueError):
-        scaling = None
-        values.add("rope_parameters", "does not describe llama3 scaling", ", ".join(LLAMA3_ROPE_KEYS))
-    return {"theta": theta, "rope_scaling": scaling}
+        read = {field: given[name] for field, name in names.items() if given.get(name) is not None}
+        wrong = [names[field] for field, value in read.items() if isinstance(value, bool) != (field == "truncate")]
+        if wrong or not all(isinstance(value, int | float) for value in read.values()):
+            raise ValueError("a value is not a number")
+        return variant(**read)
+    except (TypeError, ValueError, OverflowError) as error:
+        values.add(key, f"does not describe {variant.kind} scaling ({error})", ", ".join(names.values()))
+        return None
 
 
 def _moe_config(values: ConfigValues, spec: ModelSpec, moe: MoESpec) -> MoEConfig:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
+from dataclasses import MISSING, fields
 from typing import Any
 
 from echelon.layout.validation_error import ValidationError, ValidationIssue
+from echelon.models.attention_config import HF_ROPE_KEYS
 from echelon.models.hf.hf_architectures import EQUIVALENT_TYPES, MLA_EPSILON, TRAINABLE
-from echelon.models.hf.hf_config_reader import LLAMA3_ROPE_KEYS
 from echelon.models.model_config import ModelConfig
 from echelon.models.model_dir import SavedModel
 from echelon.models.moe_config import MoEConfig
@@ -116,7 +116,11 @@ def _rope(config: ModelConfig) -> dict[str, Any]:
     theta = {"rope_theta": config.theta}
     if config.rope_scaling is None:
         return {**theta, "rope_parameters": {"rope_type": "default", **theta}}
-    scaling = {"rope_type": "llama3", **dict(zip(LLAMA3_ROPE_KEYS, astuple(config.rope_scaling), strict=True))}
+    scaling: dict[str, Any] = {"rope_type": config.rope_scaling.kind}
+    for field in fields(config.rope_scaling):  # type: ignore[arg-type]  # every variant is a dataclass
+        value = getattr(config.rope_scaling, field.name)
+        if field.default is MISSING or value != field.default:
+            scaling[HF_ROPE_KEYS.get(field.name, field.name)] = value
     return {**theta, "rope_scaling": scaling, "rope_parameters": {**scaling, **theta}}
 
 

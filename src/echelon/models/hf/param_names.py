@@ -11,8 +11,7 @@
                 alike, so that the scores do not change
     tied        a head that shares the embedding has no name there
 
-Frequencies follow `ModelConfig.theta` and Llama 3.1's scaling. Other `rope_scaling` of a published config is not
-supported: logits would differ.
+Frequencies follow `ModelConfig.theta` and its `rope_scaling` (attention_config.py).
 """
 
 from __future__ import annotations
