@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -398,7 +398,7 @@ def _rope(values: ConfigValues) -> dict[str, Any]:
 def _rope_scaling(values: ConfigValues, key: str, given: Mapping[str, Any]) -> RopeScaling | None:
     variant = ROPE_SCALINGS[given["rope_type"]]
     given = {"original_max_position_embeddings": values.given.get("max_position_embeddings"), **given}
-    names = {field: HF_ROPE_KEYS.get(field, field) for field in variant.__dataclass_fields__}
+    names = {field.name: HF_ROPE_KEYS.get(field.name, field.name) for field in fields(variant)}  # type: ignore[arg-type]
     try:
         read = {field: given[name] for field, name in names.items() if given.get(name) is not None}
         wrong = [names[field] for field, value in read.items() if isinstance(value, bool) != (field == "truncate")]
