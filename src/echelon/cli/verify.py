@@ -42,7 +42,8 @@ def command(
     model: Annotated[
         str,
         typer.Option(
-            help="A named size, or file.py:factory of a custom model, with batch(rows, seed) in the same file."
+            help="A named size, a Hugging Face config.json, or file.py:factory of a custom model, with "
+            "batch(rows, seed) in the same file."
         ),
     ] = "",
     every: Annotated[bool, typer.Option("--all", help="Every layout with every option: more than an hour.")] = False,

@@ -9,10 +9,14 @@ from echelon.layout.rules import find_issues
 from echelon.layout.validation_error import ValidationError
 from echelon.models.model_config import ModelConfig
 from echelon.models.reduced_model import describe_sizes, reduced_for_layout
-from echelon.pipeline.schedules import FILE_PREFIX, schedule_for_layout
+from echelon.pipeline.schedules import FAMILIES, FILE_PREFIX, schedule_for_layout
 from echelon.verification.fold_layout import FoldedLayout, fold_layout
 from echelon.verification.verified_config import Replacement, fitted_config
 from echelon.verification.verify_case import VerifyCase
+
+GIB = 1 << 30
+MAX_SEGMENT = 4
+"""layers of a recomputed segment that are not folded"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +53,8 @@ def case_for_layout(case: VerifyCase, layout: Layout) -> LayoutCase:
     # Two tokens for each rank that has some of a sequence, and odd on purpose.
     seq_len = max(case.seq_len, 2 * folded.layout.cp * folded.layout.tp + 1)
     small = reduced_for_layout(model, layout, folded.layout, stages=_num_stages(folded.layout), seq_len=seq_len)
+    recompute = _reduced_recompute(folded.layout, small, seq_len)
+    folded = replace(folded, layout=folded.layout.replace(recompute=recompute))
     if issues := find_issues(folded.layout, seq_len=seq_len, model=small):
         raise ValidationError(issues)
     config, replaced = fitted_config(
@@ -56,6 +62,37 @@ def case_for_layout(case: VerifyCase, layout: Layout) -> LayoutCase:
     )
     case = replace(case, model=small, seq_len=seq_len, reduce=False, optimizer=config.optimizer, config=config)
     return LayoutCase(case=case, folded=folded, replaced=replaced)
+
+
+def _reduced_recompute(layout: Layout, model: ModelConfig, seq_len: int) -> str:
+    """The recompute policy for a reduced model: a segment of its few layers, a budget for its small activations."""
+    kind, _, number = layout.recompute.partition(":")
+    if kind == "every" and int(number) > MAX_SEGMENT:
+        return "every:2"
+    if kind != "budget":
+        return layout.recompute
+    family, stages = FAMILIES.get(layout.schedule), _num_stages(layout)
+    in_flight = layout.accumulate * stages // layout.pp
+    if family is not None:
+        in_flight = max(family.in_flight(layout.pp, layout.vpp, layout.accumulate)) if layout.pp > 1 else 1
+    num_layers = -(-model.layers // stages) * in_flight
+    # What recomputes every layer, and a little more: some are recomputed then, and some are not.
+    elements = num_layers * model.width + 1.2 * _saved_elements(model, seq_len)
+    tokens = max(layout.microbatch, 2) * seq_len / layout.cp / (layout.tp if layout.sp else 1)
+    return f"budget:{f'{8 * tokens * elements / GIB:.6f}'.rstrip('0')}GiB"
+
+
+def _saved_elements(model: ModelConfig, seq_len: int) -> float:
+    """Elements per token that autograd saves of a layer with torch's operators, or a few more."""
+    q, kv = model.heads * model.head_dim, model.kv_heads * (model.head_dim + model.value_dim)
+    scores = 2.2 * model.heads * seq_len if model.dropout or model.head_dim != model.value_dim else 0.0
+    attention = 5 * model.width + (6 if model.qk_norm else 4) * q + 2 * kv + scores
+    mlp = (2.0 if model.family == "gpt" else 4.0) * model.ffn
+    if model.moe is not None:
+        # The experts of one rank may get twice their share of the tokens.
+        experts = 2 * model.moe.k * (2 * model.width + 4 * model.moe.ffn)
+        mlp = max(mlp, experts + 4 * model.moe.shared_ffn + 4 * model.moe.experts + 4 * model.width)
+    return attention + mlp
 
 
 def _num_stages(layout: Layout) -> int:

@@ -13,7 +13,9 @@ from echelon.layout import Layout, check_layouts, grammar
 from echelon.layout.rules import LayoutConstraints, find_violations
 from echelon.layout.validation_error import ValidationError, ValidationIssue
 from echelon.models import model_config, user_model
+from echelon.models.hf.hf_config_reader import CONFIG_FILE, read_hf_config
 from echelon.models.model_config import ModelConfig
+from echelon.models.model_dir import is_model_dir
 from echelon.models.user_model import factory_spec
 from echelon.pipeline.schedules import schedule_file_error
 from echelon.training.start_training import default_procs
@@ -118,7 +120,7 @@ def make_case(
         return VerifyCase(model=model, **options)
     spec = model if isinstance(model, str) else factory_spec(model)
     if ":" not in spec:
-        return VerifyCase(model=model_config.find_model(spec), reduce=True, **options)
+        return VerifyCase(model=_find_model(spec), reduce=True, **options)
     batches = batch if isinstance(batch, str) else factory_spec(batch)
     batches = batches or spec.rpartition(":")[0] + ":batch"
     legal = "a function batch(rows, seed), in the file of the model or named"
@@ -126,6 +128,12 @@ def make_case(
     if issues:
         raise ValidationError(issues)
     return VerifyCase(model=spec, batch_function=batches, **options)
+
+
+def _find_model(spec: str) -> ModelConfig:
+    """A named model, one that `echelon import` wrote, or one that a Hugging Face config describes, as in `plan`."""
+    is_hf = spec.endswith(".json") or (Path(spec) / CONFIG_FILE).is_file()
+    return read_hf_config(Path(spec)).config if is_hf and not is_model_dir(spec) else model_config.find_model(spec)
 
 
 def default_layouts(case: VerifyCase) -> str:
