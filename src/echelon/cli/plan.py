@@ -56,6 +56,9 @@ def command(
     savings: Annotated[
         bool, typer.Option("--savings", help="List what each memory technique would save and cost.")
     ] = False,
+    baselines: Annotated[
+        bool, typer.Option("--baselines", help="Price simpler ways beside it: DataParallel, DDP, a naive layer split.")
+    ] = False,
     goodput: Annotated[
         bool, typer.Option("--goodput", help="Estimate the cost of failures in a long run, and how often to save.")
     ] = False,
@@ -94,6 +97,7 @@ def command(
             optimizer=parsed.rule,
             memory_options=parsed.memory_options,
             host_share=parsed.host,
+            baselines=baselines,
         )
         best = result.plans[0] if result.plans else result.nearest
         given = settings_with_effect(given, str(best.layout)) if best is not None else given
@@ -104,6 +108,8 @@ def command(
             _write_html(html, result, model, given)
     if as_json:
         report = {"plans": [plan.to_json() for plan in result.plans], "reasons": list(result.explanation)}
+        if baselines:
+            report["baselines"] = [baseline.to_json() for baseline in result.baselines]
         if memory_savings:
             report["savings"] = [saving.to_json() for saving in memory_savings]
         if predicted_goodput is not None:
@@ -113,6 +119,10 @@ def command(
         _show(result, model, html, given)
         from rich.console import Console
 
+        if baselines:
+            from echelon.planning.show.baselines_table import baselines_report
+
+            Console().print(baselines_report(result.plans[0] if result.plans else None, result.baselines))
         if best is not None and memory_savings:
             from echelon.planning.show.savings_table import savings_report
 

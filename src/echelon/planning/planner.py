@@ -13,6 +13,7 @@ from echelon.optim.update_rule import UpdateRule
 from echelon.planning.calibrate import correction as corrections
 from echelon.planning.calibrate.constants import DEFAULT_IMBALANCE
 from echelon.planning.cluster.cluster import Cluster, parse_cluster
+from echelon.planning.explain.baselines import Baseline, price_baselines
 from echelon.planning.explain.reasons import explain_infeasible, explain_plan, training_cost
 from echelon.planning.memory_options import MemoryOptions
 from echelon.planning.model.model_shape import ModelShape
@@ -36,6 +37,8 @@ class PlanResult:
     """why nothing fits"""
     nearest: Plan | None = None
     """where nothing fits, the plan that needs the least memory"""
+    baselines: tuple[Baseline, ...] = ()
+    """simpler ways, if they were asked for"""
 
 
 def plan(model: str, cluster: str = "here", **options: Any) -> list[Plan]:
@@ -68,13 +71,14 @@ def find_plans(
     optimizer: UpdateRule | None = None,
     memory_options: MemoryOptions = DEFAULT_MEMORY_OPTIONS,
     host_share: float | None = None,
+    baselines: bool = False,
 ) -> PlanResult:
     """Search plans for a model on a cluster, or price `layout`; with `fixed`, only layouts that have these keys.
 
     Defaults: 16 sequences per device, and the model's longest sequence up to 4,096 tokens. `correct` is the directory
     of a run: times are multiplied by its measured over predicted step time. `tokens` adds the cost of training on
     them to the reasons. `imbalance` is the max/mean expert load across ep ranks, `host_share` the share of the
-    optimizer state that an offloading layout puts on the host.
+    optimizer state that an offloading layout puts on the host. `baselines` prices simpler ways too.
     """
     if not 0 <= tokens < float("inf"):
         raise ValidationError.single("tokens", str(tokens), "is not a positive number of tokens", legal="> 0")
@@ -108,6 +112,8 @@ def find_plans(
         raise ValidationError.single("imbalance", f"{imbalance:g}", why, hint="leave it out, or give ep")
     if correct:
         result = replace(result, plans=tuple(corrections.note_correction(plan, correct) for plan in result.plans))
+    if baselines:
+        result = replace(result, baselines=tuple(price_baselines(request)))
     if tokens:
         priced = (replace(plan, reasons=(*plan.reasons, training_cost(plan, tokens))) for plan in result.plans)
         result = replace(result, plans=tuple(priced))
