@@ -154,7 +154,15 @@ def test_a_large_layout_is_folded_and_every_output_says_so():
     assert note.strip() == "folded: dp=4 to 2"
     assert "1 of them folded to fewer ranks or microbatches" in last
     row = LayoutVerdict(
-        layout="dp=4", passed=True, max_error=0.0, first_difference=None, axis="", seconds=1.0, ran="dp=2", folded="f"
+        layout="dp=4",
+        passed=True,
+        max_error=0.0,
+        max_relative=0.0,
+        first_difference=None,
+        axis="",
+        seconds=1.0,
+        ran="dp=2",
+        folded="f",
     )
     assert {"layout": "dp=4", "ran": "dp=2", "folded": "f", "model": ""}.items() <= row.to_json().items()
 
@@ -165,9 +173,9 @@ def test_a_hugging_face_config_is_reduced_as_a_named_model_is(tmp_path):
     keys |= {"model_type": "llama", "intermediate_size": 4096, "vocab_size": 32000, "max_position_embeddings": 4096}
     (tmp_path / "config.json").write_text(json.dumps({**keys, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}))
     for path in (tmp_path / "config.json", tmp_path):
-        case, (layout,) = VerifyRequest(model=str(path), layouts="tp=8,pp=4").resolve()
-        small = case_for_layout(case, layout).case.model
-        assert (case.model.layers, small.layers, small.heads, small.kv_heads) == (30, 5, 4, 2)
+        request = VerifyRequest(model=str(path), layouts="tp=8,pp=4").resolve()
+        small = case_for_layout(request.case, request.layouts[0]).case.model
+        assert (request.case.model.layers, small.layers, small.heads, small.kv_heads) == (30, 5, 4, 2)
 
 
 @pytest.mark.parametrize("ranks", ["0", "1", "-3", "1000000"])

@@ -47,9 +47,9 @@ def planned_cases(model: str, cluster: str, **options: object) -> Iterator[Layou
     """The 20 best plans as they are verified; each must resolve."""
     for plan in ec.plan(model, cluster, top=20, **options):
         assert plan.runnable, plan.layout
-        case, (layout,) = VerifyRequest(model=model, layouts=str(plan.layout)).resolve()
-        assert layout == plan.layout
-        yield case_for_layout(case, layout)
+        request = VerifyRequest(model=model, layouts=str(plan.layout)).resolve()
+        assert request.layouts == (plan.layout,)
+        yield case_for_layout(request.case, plan.layout)
 
 
 def check_case(run: LayoutCase) -> None:
