@@ -147,6 +147,7 @@ def test_heavy_weights_at_the_end_alone():
         "stage 0  ranks 0-2  layers.0 .. layers.2  94.7%\n"
         "stage 1  rank 3     layers.3               5.3%\n"
         "2 microbatches in flight per replica of stage 0, one done every 6 s\n"
+        "plan only: no layout puts stages on different numbers of ranks\n"
     )
 
 

@@ -110,6 +110,8 @@ def command(
         report = {"plans": [plan.to_json() for plan in result.plans], "reasons": list(result.explanation)}
         if baselines:
             report["baselines"] = [baseline.to_json() for baseline in result.baselines]
+        if result.replicated_stages is not None:
+            report["replicated_stages"] = result.replicated_stages.to_json()
         if memory_savings:
             report["savings"] = [saving.to_json() for saving in memory_savings]
         if predicted_goodput is not None:

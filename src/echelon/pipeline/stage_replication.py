@@ -68,13 +68,19 @@ class ReplicatedPipeline:
         return tuple(len(ranks) for ranks in self.split.ranks)
 
     @property
+    def is_uniform(self) -> bool:
+        """Whether all stages have equally many replicas, as dp gives them: a layout can run no other pipeline."""
+        return len(set(self.replicas)) == 1
+
+    @property
     def in_flight(self) -> int:
         """The microbatches in flight per replica of the first stage that keep all ranks busy: PipeDream's NOAM."""
         return -(-sum(self.replicas) // self.replicas[0])
 
     def __str__(self) -> str:
         each = " per replica of stage 0" if self.replicas[0] > 1 else ""
-        return f"{self.split}{self.in_flight} microbatches in flight{each}, one done every {self.seconds:.3g} s\n"
+        text = f"{self.split}{self.in_flight} microbatches in flight{each}, one done every {self.seconds:.3g} s\n"
+        return text if self.is_uniform else f"{text}plan only: no layout puts stages on different numbers of ranks\n"
 
 
 def split_by_profile(

@@ -15,6 +15,7 @@ from echelon.planning.calibrate.constants import DEFAULT_IMBALANCE
 from echelon.planning.cluster.cluster import Cluster, parse_cluster
 from echelon.planning.explain.baselines import Baseline, price_baselines
 from echelon.planning.explain.reasons import explain_infeasible, explain_plan, training_cost
+from echelon.planning.explain.replicated_stages import ReplicatedStages, replicated_stages
 from echelon.planning.memory_options import MemoryOptions
 from echelon.planning.model.model_shape import ModelShape
 from echelon.planning.model.model_sources import resolve_shape
@@ -39,6 +40,8 @@ class PlanResult:
     """where nothing fits, the plan that needs the least memory"""
     baselines: tuple[Baseline, ...] = ()
     """simpler ways, if they were asked for"""
+    replicated_stages: ReplicatedStages | None = None
+    """what PipeDream's optimizer would choose, if the best plan is PipeDream's schedule"""
 
 
 def plan(model: str, cluster: str = "here", **options: Any) -> list[Plan]:
@@ -112,6 +115,9 @@ def find_plans(
         raise ValidationError.single("imbalance", f"{imbalance:g}", why, hint="leave it out, or give ep")
     if correct:
         result = replace(result, plans=tuple(corrections.note_correction(plan, correct) for plan in result.plans))
+    if result.plans and (chosen := replicated_stages(result.plans[0])) is not None:
+        first = replace(result.plans[0], reasons=(*result.plans[0].reasons, str(chosen)))
+        result = replace(result, plans=(first, *result.plans[1:]), replicated_stages=chosen)
     if baselines:
         result = replace(result, baselines=tuple(price_baselines(request)))
     if tokens:
