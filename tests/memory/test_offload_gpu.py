@@ -11,6 +11,7 @@ from torch import Tensor
 
 from echelon import models
 from echelon.config.sections import OptimizerConfig
+from echelon.memory.offload.host_transfer import HostLink
 from echelon.parallel.parallel_options import ParallelOptions
 from echelon.training.engine import Engine
 
@@ -46,3 +47,51 @@ def test_a_gpu_with_its_host_equals_the_gpu(kind: str, accumulate: int, recomput
     for share in (1.0, 0.5):
         found = trained(f"{layout},offload={kind}", None if kind == "activations" else share)
         assert largest_error(found, truth(layout)) < 1e-5
+
+
+# -- the order of streams ---------------------------------------------------------------------------------------------
+
+
+def long_kernels() -> Tensor:
+    """Queue work that takes the device a good while longer than a small copy."""
+    x = torch.ones(4096, 4096, device="cuda") / 4096
+    for _ in range(40):
+        x = x @ x
+    return x
+
+
+@needs_gpu
+def test_a_copy_to_the_host_waits_for_the_kernel_that_writes_its_source() -> None:
+    """Without an event of the compute stream the copy stream runs at once, and the host gets zeros."""
+    link = HostLink(torch.device("cuda"))
+    source, target = torch.zeros(1 << 10, device="cuda"), link.empty_pinned(1 << 10, torch.float32)
+    torch.cuda.synchronize()
+    for number in range(1, 6):
+        source.fill_(0).add_(long_kernels()[0, 0] * 0 + number)
+        link.copy_to_host(source, target, "test").synchronize()
+        assert target.eq(number).all()
+
+
+@needs_gpu
+def test_a_copy_to_the_device_waits_for_the_kernels_that_read_its_target() -> None:
+    link = HostLink(torch.device("cuda"))
+    source, target = link.empty_pinned(1 << 10, torch.float32), torch.zeros(1 << 10, device="cuda")
+    for number in range(1, 6):
+        source.fill_(number)
+        seen = long_kernels()[0, 0] * 0 + target
+        copy = link.copy_to_device(source, target, "test")
+        copy.wait()
+        assert seen.eq(number - 1).all()
+        assert target.eq(number).all()
+        copy.synchronize()  # before the host writes the next number
+
+
+@needs_gpu
+def test_a_closed_engine_has_no_copy_under_way() -> None:
+    engine = Engine(
+        models.build(SHAPE, "meta"), "dp=1,offload=optimizer", options=ParallelOptions(device=torch.device("cuda"))
+    )
+    engine.step(batch_of(SHAPE, 4, 512))
+    engine.close()
+    assert engine.parallel.offload.host is not None
+    assert all(stream.query() for stream in engine.parallel.offload.host.link._streams.values())

@@ -67,6 +67,11 @@ class HostLink:
         if self.on_gpu:
             torch.cuda.set_device(self.device)
 
+    def synchronize(self) -> None:
+        """Block until every copy is complete."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
     def empty_pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate host memory that asynchronous copies may use."""
         if not self.on_gpu:
@@ -99,7 +104,7 @@ class HostLink:
 
     def read_async(self, tensor: Tensor) -> Callable[[], list[float]]:
         """Start reading a few numbers; the returned function waits for them."""
-        host_tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.on_gpu)
+        host_tensor = self.empty_pinned(tensor.numel(), tensor.dtype).view(tensor.shape)
         host_tensor.copy_(tensor, non_blocking=True)
         ready = self.record_event()
 

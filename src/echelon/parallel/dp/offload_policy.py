@@ -59,6 +59,7 @@ class StateOffload:
         """Stop the worker and remove the files."""
         if self.host is not None:
             self.host.worker.stop()
+            self.host.link.synchronize()  # the device's memory may be freed from now on
             if self.host.disk is not None:
                 self.host.disk.close()
 
