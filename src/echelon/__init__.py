@@ -15,12 +15,11 @@ Examples in docstrings assume `import echelon as ec` and `import torch`; tests/t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from echelon.layout import Layout, Mesh, ValidationError
+TYPE_CHECKING = False  # as in typing, whose import takes longer than this module's
 
 if TYPE_CHECKING:
     from echelon.config.run_config import Config
+    from echelon.layout import Layout, Mesh, ValidationError
     from echelon.memory.compression.saved_tensor_compression import compressed
     from echelon.models.attention import AttentionContext, CoreAttention
     from echelon.models.pipeline_model import PipelineLayer, PipelineModel
@@ -55,10 +54,13 @@ _MODULES = {
     "Config": "echelon.config.run_config",
     "CoreAttention": "echelon.models.attention",
     "Engine": "echelon.training.engine",
+    "Layout": "echelon.layout",
+    "Mesh": "echelon.layout",
     "PipelineLayer": "echelon.models.pipeline_model",
     "PipelineModel": "echelon.models.pipeline_model",
     "Report": "echelon.verification.verifier",
     "Run": "echelon.training.run.run_dir",
+    "ValidationError": "echelon.layout",
     "compressed": "echelon.memory.compression.saved_tensor_compression",
     "plan": "echelon.planning.planner",
     "train": "echelon.training.start_training",

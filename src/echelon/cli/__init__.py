@@ -1,28 +1,28 @@
-"""The command line: one module per command, which imports what it needs when it runs, so that `--help` is quick."""
+"""The command line: one module per command, which imports what it needs when it runs, so that `--help` is quick.
+
+`main` imports the commands themselves, half a second of work, after it has prepared for signals.
+"""
 
 from __future__ import annotations
 
-import typer
+TYPE_CHECKING = False  # as in typing, whose import takes longer than this module's
 
-from echelon.cli import bench, draw, export, import_, plan, score, train, verify
+if TYPE_CHECKING:
+    import typer
 
-app = typer.Typer(
-    name="echelon",
-    help="Train a one-device PyTorch model on many devices, and prove that the split changes nothing.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-)
-app.command("train", epilog=train.EXAMPLES)(train.command)
-app.command("verify", epilog=verify.EXAMPLES)(verify.command)
-app.command("plan", epilog=plan.EXAMPLES)(plan.command)
-app.command("score", epilog=score.EXAMPLES)(score.command)
-app.command("draw", epilog=draw.EXAMPLES)(draw.command)
-app.command("bench", epilog=bench.EXAMPLES)(bench.command)
-app.command("import", epilog=import_.EXAMPLES)(import_.command)
-app.command("export", epilog=export.EXAMPLES)(export.command)
+    app: typer.Typer
 
 
 def main() -> None:
-    app()
+    """Run the command, and end the process with its status."""
+    from echelon.cli import command_process
+
+    command_process.run()
+
+
+def __getattr__(name: str) -> object:
+    if name != "app":
+        raise AttributeError(f"module 'echelon.cli' has no attribute {name!r}")
+    from echelon.cli import commands
+
+    return commands.app

@@ -12,6 +12,7 @@ from typing import Any
 import typer
 
 from echelon.launch.rank_failure import RankError, traceback_modules, user_error_messages
+from echelon.launch.world import JoinError
 from echelon.models.user_model import USER_MODULE_PREFIX
 
 EXIT_BAD_INPUT, EXIT_FAILED = 2, 1
@@ -27,6 +28,9 @@ def report_errors(as_json: bool) -> Iterator[None]:
             raise
         _print_errors(as_json, user_error_messages(error))
         raise typer.Exit(EXIT_BAD_INPUT) from None
+    except JoinError as error:
+        _print_errors(as_json, [f"echelon: {error}"])
+        raise typer.Exit(EXIT_FAILED) from None
     except RankError as error:
         failure = error.failure
         if failure is not None and failure.user_errors and _is_user_error(failure.modules):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,6 +27,8 @@ echelon draw runs/gpt-tiny-20250131-120000 --html run.html
 """
 
 DEFAULT_STAGES, DEFAULT_MICROBATCHES = 4, 8
+MAX_DRAWN_FORWARDS = 100_000
+"""forwards of a schedule: a page with more takes long to write and to open"""
 SIZE_OPTIONS = ("stages", "microbatches", "chunks", "slices")
 
 
@@ -104,6 +107,11 @@ def _simulate(name: str, given: dict[str, Any]) -> Timeline:
         for key in ("forward", "input-grad", "weight-grad", "link")
         if not 0 <= given.get(key, 0.0) < float("inf")
     ]
+    sizes = {"stages": DEFAULT_STAGES, "microbatches": DEFAULT_MICROBATCHES, "chunks": 1, "slices": 1}
+    if not faults and math.prod(given.get(key, default) for key, default in sizes.items()) > MAX_DRAWN_FORWARDS:
+        rule = f"is too large to draw: stages x microbatches x chunks x slices exceed {MAX_DRAWN_FORWARDS:,}"
+        key = max((key for key in SIZE_OPTIONS if key in given), key=given.__getitem__)
+        faults.append(ValidationIssue(f"--{key}", str(given[key]), rule, hint="draw fewer"))
     if faults:
         raise ValidationError(faults)
     link = given.get("link", 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -149,8 +150,8 @@ def _write_html(path: Path, result: PlanResult, model: str, given: Sequence[str]
 def _estimate_goodput(result: PlanResult, device_hours: float) -> PredictedGoodput | None:
     from echelon.planning.explain.failure_cost import DEVICE_HOURS, predict_goodput
 
-    if device_hours < 0:
-        raise ValueError(f"--device-hours must be positive ({device_hours:g})")
+    if not 0 <= device_hours < math.inf:
+        raise ValueError(f"--device-hours must be a positive number of hours ({device_hours:g})")
     return predict_goodput(result.plans[0], device_hours=device_hours or DEVICE_HOURS) if result.plans else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def append_event(run: Path, fields: dict[str, Any], kind: str = DIAGNOSIS_EVENT)
     if log.is_file():
         record = {"kind": kind, "time": time.time(), **fields}
         line = json.dumps(record, ensure_ascii=False, separators=(", ", ": ")) + "\n"
-        with open(log, "ab", buffering=0) as file:
+        with suppress(OSError), open(log, "ab", buffering=0) as file:  # a full disk must not hide the failure
             file.write(line.encode("utf-8", "backslashreplace"))
 
 

@@ -44,12 +44,14 @@ class AgentObserver:
     def __init__(self, folder: Path, make_error: ErrorFactory, on_restart: OnRestart | None, *, is_stoppable: bool):
         self.folder, self._make_error, self._on_restart, self._stoppable = folder, make_error, on_restart, is_stoppable
         self.attempt = -1
-        self.stopping = False
+        self.stopping = self.interrupted = False
 
     def on_start(self) -> None:
         self.attempt += 1
-        if self._stoppable and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._handle_sigterm)  # in place of the agent's own
+        if threading.current_thread() is threading.main_thread():  # in place of the agent's own
+            signal.signal(signal.SIGINT, self._handle_sigint)
+            if self._stoppable:
+                signal.signal(signal.SIGTERM, self._handle_sigterm)
         if self.stopping:  # requested after a failure, when no rank was running
             self._request_stop()
 
@@ -60,6 +62,11 @@ class AgentObserver:
             raise error
         if self._on_restart is not None:
             self._on_restart(error, self.attempt + 1)
+
+    def _handle_sigint(self, number: int, frame: object) -> None:
+        if not self.interrupted:  # else the ranks are being ended, which takes a bounded time
+            self.interrupted = True
+            raise SignalException("interrupted", signal.SIGINT)
 
     def _handle_sigterm(self, number: int, frame: object) -> None:
         if self.stopping:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterable
 from multiprocessing import forkserver, resource_tracker
@@ -18,6 +19,8 @@ from typing import Final
 METHOD: Final = "forkserver"
 MASKED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """signals that the server blocks; a rank unblocks them"""
+
+GUARD_MODULE = "echelon.launch.parent_death"
 
 # The last one imports torch's compiler, nearly a second; an optimizer's first step would import it in every rank.
 _PRELOADED = ("torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.tensor.debug")
@@ -29,7 +32,9 @@ def forkserver_context(preload: Iterable[str] = ()) -> ForkServerContext:
     A process has one fork server; the first call determines what it imports.
     """
     context = multiprocessing.get_context(METHOD)
-    context.set_forkserver_preload([*_PRELOADED, "echelon.launch.pool_worker", *preload])
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    guard = [GUARD_MODULE] if is_main_thread else []  # [Note: who ends whom] in that module
+    context.set_forkserver_preload([*guard, *_PRELOADED, "echelon.launch.pool_worker", *preload])
     # Ctrl-C reaches every process of the terminal, and the server would print a traceback of its imports. A scheduler
     # may send SIGTERM to every process, and without the server the ranks could not save. The ranks inherit the mask.
     resource_tracker.ensure_running()  # started by the server, it would remove the mask
@@ -52,9 +57,12 @@ def await_imports() -> None:
 def begin_rank() -> None:
     """Unblock signals in a new rank, and end it when the process that launched it is gone.
 
-    The operating system's parent is the fork server, which lives as long as its forks. Without this, a hanging rank
-    would outlive a killed program.
+    The operating system's parent is the fork server, which lives as long as its forks if it was started without the
+    guard. Without this, a hanging rank would outlive a killed program.
     """
+    guard = sys.modules.get(GUARD_MODULE)
+    if guard is not None:
+        guard.end_with_server()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, MASKED_SIGNALS)
     parent = multiprocessing.parent_process()
     assert parent is not None, "not a process that multiprocessing started"

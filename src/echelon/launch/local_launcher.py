@@ -19,7 +19,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,9 +31,10 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from echelon.launch import elastic_agent, forkserver, scratch_dir
+from echelon.launch.process_end import end_despite_threads
 from echelon.launch.rank_failure import FailureExplanation, RankError, RankFailure, first_failure
 from echelon.launch.serialize import deserialize, serialize
-from echelon.launch.world import use_loopback
+from echelon.launch.world import refuse_bad_environment, use_loopback
 
 T = TypeVar("T")
 
@@ -74,9 +74,10 @@ def launch_ranks(
     """
     if num_ranks < 1:
         raise ValueError(f"at least one rank is required (procs={num_ranks})")
+    refuse_bad_environment(num_ranks)
     forkserver.await_imports()
-    with tempfile.TemporaryDirectory(prefix="echelon-ranks-") as scratch:
-        folder = Path(scratch)
+    with scratch_dir.ScratchFolder("ranks") as scratch:
+        folder = scratch.path
 
         def make_error(seen: Mapping[int, Any], attempt: int) -> RankError:
             attempt_dir = scratch_dir.attempt_dir(folder, attempt)
@@ -126,6 +127,7 @@ def _run_rank(call: bytes, root: str, logs: str, visible: str) -> bytes:
     try:
         function, args = deserialize(call)
         value = function(*args)
+        end_despite_threads(0)
         return serialize(value) if rank == 0 else b""
     except BaseException as error:
         failure = RankFailure.from_exception(error, rank)
@@ -135,6 +137,7 @@ def _run_rank(call: bytes, root: str, logs: str, visible: str) -> bytes:
         draft.rename(draft.with_suffix(".json"))
         if failure.lost_peer:
             time.sleep(LINGER_S)
+        end_despite_threads(1)
         sys.exit(1)
 
 

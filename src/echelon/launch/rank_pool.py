@@ -25,8 +25,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from echelon.launch import forkserver
 from echelon.launch.pool_worker import LEAVE, READY, PoolTask, TaskOutcome, serve_tasks
 from echelon.launch.rank_failure import RankError, RankFailure, first_failure
+from echelon.launch.scratch_dir import ScratchFolder
 from echelon.launch.serialize import deserialize, serialize
-from echelon.launch.world import LOOPBACK
+from echelon.launch.world import LOOPBACK, refuse_bad_environment
 
 T = TypeVar("T")
 
@@ -51,10 +52,11 @@ class RankPool:
 
     def __init__(self, *, preload: Iterable[str] = ()) -> None:
         """`preload`: modules that every rank needs, imported once before the first rank starts."""
+        refuse_bad_environment()
         self._context = forkserver.forkserver_context(preload)
         self._ranks: list[_PoolRank] = []
         self._num_tasks = 0
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: ScratchFolder | None = None
         self._store: TCPStore | None = None
 
     def run(
@@ -102,7 +104,7 @@ class RankPool:
         self._ranks = []
         self._store = None
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.close()
             self._folder = None
 
     def __enter__(self) -> RankPool:
@@ -115,13 +117,13 @@ class RankPool:
         if self._store is None:
             self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
         if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="echelon-pool-")
+            self._folder = ScratchFolder("pool")
         for rank in [rank for rank in self._ranks if not rank.alive]:
             rank.end()
             self._ranks.remove(rank)
         num_warm = len(self._ranks)
         while len(self._ranks) < world:
-            self._ranks.append(_PoolRank(self._context, self._store.port, Path(self._folder.name)))
+            self._ranks.append(_PoolRank(self._context, self._store.port, self._folder.path))
         _await_ready(self._ranks[num_warm:], START_TIMEOUT_S)
         return self._ranks[:world]
 

@@ -26,6 +26,7 @@ from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
 from echelon.launch.serialize import deserialize, serialize
+from echelon.launch.world import under_launcher, waiting_for_ranks
 
 T = TypeVar("T")
 
@@ -57,7 +58,7 @@ class Rendezvous(Generic[T]):
 
 def under_agent() -> bool:
     """Whether torch's elastic agent started this process."""
-    return AGENT_VARIABLE in os.environ
+    return AGENT_VARIABLE in os.environ and under_launcher()
 
 
 def join_rendezvous(decide: Callable[[], T], *, timeout: float) -> Rendezvous[T]:
@@ -66,15 +67,17 @@ def join_rendezvous(decide: Callable[[], T], *, timeout: float) -> Rendezvous[T]
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=rank == 0 and not by_agent,
-        timeout=timedelta(seconds=timeout),
-        multi_tenant=not by_agent,
-        wait_for_workers=False,
-    )
-    token, decision = _publish_decision(store, size, decide, timeout) if rank == 0 else _receive_decision(store, rank)
+    with waiting_for_ranks():
+        store = TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=rank == 0 and not by_agent,
+            timeout=timedelta(seconds=timeout),
+            multi_tenant=not by_agent,
+            wait_for_workers=False,
+        )
+        answer = _publish_decision(store, size, decide, timeout) if rank == 0 else _receive_decision(store, rank)
+    token, decision = answer
     return Rendezvous(PrefixStore(token, store), rank, decision)
 
 
@@ -90,9 +93,7 @@ def _publish_decision(store: Any, size: int, decide: Callable[[], T], timeout: f
                 store.set(f"decision/{name}", data)
         if time.monotonic() > deadline:
             missing = size - 1 - store.add(f"ok/{token}", 0)
-            raise TimeoutError(
-                f"{missing} of {size} ranks did not join the rendezvous ({timeout:g} s); check their logs"
-            )
+            raise TimeoutError(f"{missing} of {size} ranks did not join the rendezvous in {timeout:g} s")
         time.sleep(POLL_S)
     return token, decision
 

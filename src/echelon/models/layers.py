@@ -1,5 +1,7 @@
 """Linear layers that fuse their GEMMs, RMSNorm alone or with the residual addition, the LM head and its loss."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -83,10 +85,29 @@ def loss_sum(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return cross_entropy_sum(logits, targets), (targets != IGNORE_INDEX).sum()
 
 
+INVALID_NUM_TARGETS = "the model's forward returned an invalid number of valid targets"
+NUM_TARGETS_REMEDY = "return an integer, 0 or more, such as len(y)"
+
+
+def _check_num_targets(count: Tensor) -> Tensor:
+    """Refuse a negative or fractional number. On a device it becomes NaN, which the step's result reports late."""
+    if count.numel() != 1 or count.is_complex():
+        raise ValueError(f"{INVALID_NUM_TARGETS} (a tensor of shape {tuple(count.shape)}); {NUM_TARGETS_REMEDY}")
+    if count.device.type == "cpu":
+        number = count.item()
+        if not (number >= 0 and float(number).is_integer()):
+            raise ValueError(f"{INVALID_NUM_TARGETS} ({number:g}); {NUM_TARGETS_REMEDY}")
+        return count
+    is_valid = count >= 0
+    if count.is_floating_point():
+        is_valid = is_valid & (count == count.floor()) & (count < math.inf)
+    return torch.where(is_valid, count.double(), math.nan)
+
+
 def check_loss_output(output: object) -> tuple[Tensor, Tensor]:
     """The output of a model's forward, checked against the loss contract (sum of losses, number of valid targets)."""
     if isinstance(output, tuple) and len(output) == 2 and isinstance(output[0], Tensor) and output[0].dim() == 0:
-        return output[0], torch.as_tensor(output[1])
+        return output[0], _check_num_targets(torch.as_tensor(output[1]))
     actual = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
     raise ValueError(
         f"the model's forward must return (sum of losses, number of valid targets), got {actual}; "

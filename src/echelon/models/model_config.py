@@ -1,6 +1,6 @@
 """`ModelConfig`, the configuration of a model that we build; its parameters and FLOPs; the named sizes. No torch."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +19,9 @@ KERNEL_WEIGHTS = 9
 """Weights of one 3 x 3 filter of the convolutional network."""
 
 IMAGE_CHANNELS = 3
+
+MAX_LAYERS = 10_000
+"""blocks, which planning and building visit one by one: an input with more is a mistake"""
 
 ROPE_THETA = 500_000.0
 NORM_EPSILON = 1e-5
@@ -73,9 +76,7 @@ class ModelConfig:
         errors, heads, kv_heads, side = [], self.heads, self.kv_heads, self.max_seq_len
         if self.family not in FAMILIES:
             errors.append(f"family is not one of {', '.join(FAMILIES)} (family={self.family}); use one of them")
-        for field in ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "max_seq_len"):
-            if getattr(self, field) < 1:
-                errors.append(f"{field} is less than 1 ({field}={getattr(self, field)}); use 1 or more")
+        errors += self._size_errors()
         errors += self._llama_option_errors()
         if self.mla and heads != kv_heads:
             values = f"heads={heads}, kv_heads={kv_heads}"
@@ -104,6 +105,13 @@ class ModelConfig:
         if self.rope_scaling and not self.theta > 1:
             errors.append(f"rope_scaling requires frequencies that differ (theta={self.theta}); use theta above 1")
         return errors
+
+    def _size_errors(self) -> Iterator[str]:
+        for field in ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "max_seq_len"):
+            if getattr(self, field) < 1:
+                yield f"{field} is less than 1 ({field}={getattr(self, field)}); use 1 or more"
+        if self.layers > MAX_LAYERS:
+            yield f"layers exceed the limit of {MAX_LAYERS:,} (layers={self.layers}); use fewer"
 
     @property
     def head_dim(self) -> int:

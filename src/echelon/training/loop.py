@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,7 @@ from echelon.training.guard import bit_flip, deterministic
 from echelon.training.guard.replay_check import ReplayCheck
 from echelon.training.logging import metrics
 from echelon.training.logging.display import Display, ResolvedSetting
-from echelon.training.logging.rank_stats import COLLECT_EVERY, RankStatsCollector, mesh_position
+from echelon.training.logging.rank_stats import COLLECT_EVERY, RankStats, RankStatsCollector, mesh_position
 from echelon.training.logging.resolved_settings import resolved_settings
 from echelon.training.logging.step_logger import PendingStep, RunSummary, StepLogger
 from echelon.training.run.batch_index import BatchIndex
@@ -53,6 +53,7 @@ from echelon.training.run.prediction import agree_on_rank_order, predict_run, tr
 from echelon.training.run.resume import parse_resume_path, refuse_if_checkpoints_missing, refuse_if_running
 from echelon.training.run.run_checkpoints import RunCheckpoints
 from echelon.training.run.run_dir import Run
+from echelon.training.run.run_fingerprint import compare_with_checkpoint, refuse_if_ranks_differ
 from echelon.training.task import build_task
 
 
@@ -110,6 +111,8 @@ class TrainingLoop:
         barriers = recorder.new_sequence(range(world.world_size))
         barrier_context = partial(recorder.blocking_operation, "barrier", "world", barriers)
         self.task = build_task(config, world.local_rank_zero_first(barrier_context))
+        self.fingerprint = self.task.fingerprint
+        refuse_if_ranks_differ(self.fingerprint, world, barrier_context())
         model, size = self.task.model_config, world.world_size
         self.layout = check_layout(config.layout, world=size, batch=config.batch, seq_len=config.seq_len, model=model)
         rank_order = agree_on_rank_order(config, self.layout, model, world)
@@ -194,11 +197,15 @@ class TrainingLoop:
             number=step,
             result=self._last_result,
             lr=lr,
-            read_rank_stats=self.rank_stats.start_gather(metrics.peak_memory(self.world.device)) if collects else None,
+            read_rank_stats=self._gather_rank_stats() if collects else None,
             read_expert_loads=self.engine.expert_loads.start_read() if self.world.rank == 0 else list,
             batch=batch,
             reload_microbatches=load,
         )
+
+    def _gather_rank_stats(self) -> Callable[[], RankStats]:
+        memory = metrics.peak_memory(self.world.device)
+        return self.rank_stats.start_gather(memory, self.task.batch_fingerprint)
 
     # -- a run --------------------------------------------------------------------------------------------------------
 
@@ -270,6 +277,7 @@ class TrainingLoop:
             "samples": (self.batch_index.batch_of_step(step + 1) - 1) * self.config.batch,
             "skipped_batches": list(self.batch_index.skipped),
             "spikes": self.logger.spike_detector.state_dict(),
+            "fingerprint": self.fingerprint.to_json(),
         }
 
     def _restore(self) -> int:
@@ -284,6 +292,9 @@ class TrainingLoop:
                 refuse_if_checkpoints_missing(run, self.checkpoints.address)
             self.display.print_note("no checkpoint exists yet: the run starts from the first step")
         else:
+            saved = loaded.index.metadata.get("fingerprint")
+            for note in compare_with_checkpoint(saved, self.fingerprint, model=self.config.model):
+                self.display.print_note(note)
             self.batch_index.restore(loaded.index.metadata.get("skipped_batches", ()), step)
             self.logger.spike_detector.load_state_dict(loaded.index.metadata.get("spikes", {}))
             source = f"state {loaded.hash}, this rank read {loaded.bytes_read:,} bytes"

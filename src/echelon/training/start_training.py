@@ -90,7 +90,9 @@ def run_training(
 
     `inject` lists faults to inject, e.g. `kill:rank=2,step=7`; `resume` is a run's directory or one of its checkpoints.
     """
-    from echelon.launch.world import under_launcher
+    from echelon.launch.world import refuse_bad_environment, under_launcher
+
+    refuse_bad_environment()
     from echelon.training.elastic.supervisor import supervise
     from echelon.training.loop import train_on_rank
     from echelon.training.run.resume import parse_resume_path, refuse_if_running
@@ -106,7 +108,7 @@ def run_training(
     injections: tuple[Injection, ...] = ()
     try:
         # torch's elastic agent may have restarted this process with fewer ranks.
-        is_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        is_restarted = under_launcher() and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         world_size = None if is_restarted else procs
         injections = injection_spec.parse_injections(inject, world_size=world_size, steps=config.steps)
     except ValidationError as error:

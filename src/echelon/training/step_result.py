@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from echelon.faults.flight_recorder import Waitable
+from echelon.models.layers import INVALID_NUM_TARGETS, NUM_TARGETS_REMEDY
 
 
 class StepResult:
@@ -36,6 +37,8 @@ class StepResult:
     def _values(self) -> tuple[float, float, float, float, float]:
         """(sum of losses, number of valid targets, norm, loss scale, loss scale of the next step)"""
         loss_sum, count, norm, scale, next_scale = self._read()
+        if not count >= 0:
+            raise ValueError(f"{INVALID_NUM_TARGETS}; {NUM_TARGETS_REMEDY}")
         return loss_sum, count, norm, scale, next_scale
 
     def wait(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,8 +23,18 @@ from echelon.training import generate
 from echelon.training.batch_sharding import Microbatch
 from echelon.training.engine import Engine
 from echelon.training.logging.display import ResolvedSetting
+from echelon.training.logging.rank_stats import COLLECT_EVERY
+from echelon.training.run.run_fingerprint import RunFingerprint, batch_fingerprint, file_hash, model_fields
 
-TOKEN_CACHE_DIR = Path.home() / ".cache" / "echelon" / "tokens"
+
+def _cache_dir() -> Path:
+    try:
+        return Path.home() / ".cache" / "echelon"
+    except RuntimeError:  # neither HOME nor an entry in the user database
+        return Path(tempfile.gettempdir()) / f"echelon-cache-{os.getuid()}"
+
+
+TOKEN_CACHE_DIR = _cache_dir() / "tokens"
 """cache of tokenized text"""
 
 
@@ -35,6 +47,9 @@ def build_task(config: Config, first_rank_first: AbstractContextManager[None]) -
 
 class LanguageModelTask:
     """A built-in model on tokens, in an order that is a function of the seed."""
+
+    batch_fingerprint = 0.0
+    """each rank reads its own rows"""
 
     def __init__(self, config: Config):
         self.config, self.model_config = config, configured_model(config)
@@ -54,6 +69,11 @@ class LanguageModelTask:
             message = f"has fewer tokens than the data ({self.model_config.vocab} and {self.dataset.vocab_size})"
             legal, model = "a model with a larger vocabulary, or another data.tokenizer", self.model_config.name
             raise ValidationError([ValidationIssue(key="model", value=model, message=message, legal=legal)])
+
+    @property
+    def fingerprint(self) -> RunFingerprint:
+        # Without overrides, which are keys of the configuration.
+        return RunFingerprint(data=self.dataset.fingerprint, model=model_fields(models.find_model(self.config.model)))
 
     def build(self) -> nn.Module:
         model = models.build(self.model_config, "meta")
@@ -108,6 +128,9 @@ class UserModelTask:
 
     def __init__(self, config: Config):
         self.config, self.name = config, config.model
+        self.fingerprint = RunFingerprint(model={}, source=file_hash(Path(config.model.rpartition(":")[0])))
+        self.batch_fingerprint = 0.0
+        """of the last batch whose fingerprint the ranks compare; batches must be the same on every rank"""
         self._factory = user_model.load_factory(config.model)
         self._batch = user_model.load_factory(config.model.rpartition(":")[0] + ":batch")
 
@@ -124,7 +147,10 @@ class UserModelTask:
         return {key: value[:rows] for key, value in self._batch(self.config.batch, 0).items()}
 
     def microbatches(self, engine: Engine, step: int, batch: int | None = None) -> Iterator[Microbatch]:
-        return engine.microbatches(self._batch(self.config.batch, step if batch is None else batch), step)
+        global_batch = self._batch(self.config.batch, step if batch is None else batch)
+        if step % COLLECT_EVERY == 0:
+            self.batch_fingerprint = batch_fingerprint(global_batch)
+        return engine.microbatches(global_batch, step)
 
     def eval_microbatches(self, engine: Engine) -> Iterator[Microbatch]:
         return iter(())

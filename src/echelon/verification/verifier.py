@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -15,6 +12,7 @@ from typing import Any
 from echelon.config.run_config import Config
 from echelon.launch.rank_failure import RankError
 from echelon.launch.rank_pool import RankPool
+from echelon.launch.scratch_dir import ScratchFolder
 from echelon.layout import Layout
 from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.models.model_config import ModelConfig
@@ -145,8 +143,7 @@ class Verifier:
 
     def __init__(self, pool: RankPool, case: VerifyCase, leave_out: str = ""):
         self.pool, self.case, self.leave_out = pool, case, leave_out
-        self._folder = Path(tempfile.mkdtemp(prefix="echelon-verify-"))
-        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self._scratch = ScratchFolder("verify")
         self._truth_files: dict[tuple[Any, ...], Path] = {}
         self._collective_skipped = False
 
@@ -212,7 +209,7 @@ class Verifier:
         rule = (layout.schedule, layout.pp) if layout.schedule in ASYNC_SCHEDULES else ()
         key = (case.model, case.seq_len, case.optimizer, layout.batch, layout.accumulate, *rule)
         if key not in self._truth_files:
-            path = self._folder / f"{len(self._truth_files)}.safetensors"
+            path = self._scratch.path / f"{len(self._truth_files)}.safetensors"
             if rule:
                 arguments = (_with_enough_steps(case, layout), str(layout), path)
                 self.pool.run(write_emulation, 1, *arguments, timeout=TIMEOUT)

@@ -50,6 +50,8 @@ REPLACE_S = 120.0
 TIMEOUT_STEPS = 10
 """steps that a collective may take before it is given up"""
 MIN_TIMEOUT = 30.0
+MIN_BETWEEN_S = 60.0
+"""between two failures: with less, no run gets anywhere, and the failures of 54 days cannot be simulated in seconds"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +118,13 @@ def predict_goodput(
     plan: Plan, *, device_hours: float = DEVICE_HOURS, days: float = 54.0, runs: int = 20
 ) -> PredictedGoodput:
     """Predict the goodput of a plan on its full cluster by simulated runs, deterministically."""
-    between = device_hours * HOUR / plan.scenario.cluster.devices
+    devices = plan.scenario.cluster.devices
+    between = device_hours * HOUR / devices
+    if between < MIN_BETWEEN_S:
+        raise ValueError(
+            f"the cluster fails too often to predict its goodput (every {between:.3g} s: {device_hours:g} hours per "
+            f"device, {devices:,} devices); give at least {MIN_BETWEEN_S * devices / HOUR:.3g} device hours"
+        )
     recovery = estimate_recovery(plan)
     seconds = checkpoint_interval(between, recovery)
     every = max(1, round(seconds / plan.seconds))

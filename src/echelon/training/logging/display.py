@@ -7,11 +7,12 @@ line every few seconds. A quiet display prints nothing, so that `--json` leaves 
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -21,6 +22,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from echelon.training.logging.display_stream import DisplayStream
 from echelon.training.logging.expert_load import LoadBalance
 
 SPARK_LEVELS = "▁▂▃▄▅▆▇█"
@@ -68,7 +70,7 @@ class Display:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total = total
-        self._console = Console(quiet=True) if quiet else console or Console()
+        self._console = Console(quiet=True) if quiet else console or _standard_output()
         self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal and not quiet
         self._print_every_s, self._clock = print_every_s, clock
         self._live: Live | None = None
@@ -197,6 +199,11 @@ class Display:
         """Generated text without control characters and what the console cannot encode."""
         shown = "".join(letter if letter.isprintable() or letter == "\n" else "·" for letter in text.expandtabs(4))
         return shown.encode(self._console.encoding, "replace").decode(self._console.encoding)
+
+
+def _standard_output() -> Console:
+    stream: Any = DisplayStream(sys.stdout)
+    return Console(file=stream)
 
 
 class LossHistory:

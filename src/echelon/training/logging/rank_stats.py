@@ -1,4 +1,4 @@
-"""Rank statistics, gathered every few steps: peak memory, and each rank's time for work, data and waiting."""
+"""Rank statistics, gathered every few steps: peak memory, times for work, data and waiting, the user's batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_LISTED_RANKS = 64
 """number of ranks up to which the log lists each of them"""
 MIN_STEPS = 4
 """steps that must be measured before a rank counts as a straggler"""
-VALUES_PER_RANK = 5
+VALUES_PER_RANK = 6
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class RankStats:
     shares: Sequence[RankStepTime]
     straggler: Straggler | None
     starved: float
+    ranks_with_other_batch: tuple[int, ...] = ()
+    """ranks whose global batch is not that of rank 0"""
 
     def record(self) -> dict[str, object]:
         """Return the fields of the log record."""
@@ -65,13 +67,13 @@ class RankStatsCollector:
         self._first = False
         return waited, loaded
 
-    def start_gather(self, memory: int) -> Callable[[], RankStats]:
+    def start_gather(self, memory: int, batch_fingerprint: float = 0.0) -> Callable[[], RankStats]:
         """Start the all-gather, on all ranks; the returned function reads it, as late as a step's result."""
         count = len(self._steps)
         # Medians, because one step that the system interrupted says nothing about a rank.
         work, waited, loaded = (median(column) for column in zip(*self._steps, strict=True)) if count else (0.0,) * 3
         self._steps = []
-        mine = [float(memory), float(count), work, loaded, waited]
+        mine = [float(memory), float(count), work, loaded, waited, batch_fingerprint]
         part = torch.tensor(mine, dtype=torch.float64, device=self._device)
         gathered = torch.empty(VALUES_PER_RANK * self._axis.size, dtype=torch.float64, device=self._device)
         read_values = start_host_copy(gathered, self._axis.start_all_gather(gathered, part))
@@ -79,11 +81,12 @@ class RankStatsCollector:
 
     def _to_stats(self, numbers: Sequence[float]) -> RankStats:
         rows = [numbers[start : start + VALUES_PER_RANK] for start in range(0, len(numbers), VALUES_PER_RANK)]
-        shares = [RankStepTime(work, data, waiting) for _, _, work, data, waiting in rows]
+        shares = [RankStepTime(work, data, waiting) for _, _, work, data, waiting, _ in rows]
         steps = int(min(row[1] for row in rows))
         slow = find_straggler(shares, self._stages) if steps >= MIN_STEPS else None
         starved = data_starvation(shares) if steps >= MIN_STEPS else 0.0
-        return RankStats(int(max(row[0] for row in rows)), steps, shares, slow, starved)
+        other = tuple(rank for rank, row in enumerate(rows) if row[-1] != rows[0][-1])
+        return RankStats(int(max(row[0] for row in rows)), steps, shares, slow, starved, other)
 
     def mesh_position(self, rank: int) -> str:
         return mesh_position(self._mesh, rank)

@@ -203,6 +203,11 @@ class StepLogger:
 
     def _log_rank_stats(self, step: int, stats: RankStats) -> None:
         """Log the statistics every time, and note a straggler when it persists."""
+        if other := ", ".join(map(str, stats.ranks_with_other_batch)):
+            raise ValueError(
+                f"batch(rows, step) returned another batch on rank {other} than on rank 0 (step {step}); every rank "
+                "must return the same global batch: seed its random numbers by the step, and do not shard it"
+            )
         self.peak_memory = stats.peak_memory
         if self.run is None or not stats.num_steps or self.world.world_size == 1:
             return

@@ -11,6 +11,7 @@ from pathlib import Path
 from echelon.config.config_rules import keys_without_effect
 from echelon.config.run_config import Config
 from echelon.config.sections import OptimizerConfig
+from echelon.launch.world import local_world_size, under_launcher
 from echelon.layout import ValidationError, ValidationIssue
 from echelon.models import model_config, user_model
 from echelon.models.model_config import ModelConfig
@@ -91,7 +92,7 @@ def best_plan(config: Config, procs: int | None) -> Plan:
     if user_model.is_user_model(config.model):
         rule = "plans named models only; plan a custom model with `echelon plan file.py:factory`"
         raise ValidationError([ValidationIssue(key="plan", value=AUTO, message=rule, hint="set layout")])
-    world = int(os.environ.get("WORLD_SIZE", procs or 0)) or None
+    world = int(os.environ["WORLD_SIZE"]) if under_launcher() else procs
     request = plan_request_of(config, world)
     plans = search_plans(request, top=1)
     if plans:
@@ -130,7 +131,7 @@ def _cluster_of_ranks(ranks: int | None, device: str) -> Cluster:
     """Return a cluster of machines like this one, with the ranks that a launcher started."""
     cluster = local_cluster(device)
     world = ranks or cluster.devices
-    local = min(int(os.environ.get("LOCAL_WORLD_SIZE", world)), world)
+    local = min(local_world_size(world), world)
     if device == "auto" and local > cluster.devices:  # as ranks join: one GPU each, or all on the CPU
         cluster = local_cluster("cpu")
     nodes = max(1, world // local)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from echelon.config.run_config import Config
-from echelon.launch.world import World
+from echelon.launch.world import World, local_world_size
 from echelon.layout import Layout
 from echelon.layout.mesh import DEFAULT_ORDER
 from echelon.models.model_config import ModelConfig
@@ -90,4 +89,4 @@ def _this_machine(world: World, threads: int) -> Cluster:
 
 
 def _local_world_size(world: World) -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world.world_size))
+    return local_world_size(world.world_size)

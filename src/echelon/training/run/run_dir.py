@@ -13,10 +13,12 @@ runs/gpt-tiny-20250131-120000/
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import json
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -113,6 +115,8 @@ class Run:
                 self._log = _open_to_append(self.path / "log.jsonl")
             self._log.write(line + "\n")
             self._log.flush()
+            if not os.fstat(self._log.fileno()).st_nlink:  # what follows would be written to a file without a name
+                raise FileNotFoundError(errno.ENOENT, "the file was removed while the run was training")
         except OSError as error:
             with contextlib.suppress(OSError):  # closing flushes the buffer again, and fails for the same reason
                 self._close_log()
