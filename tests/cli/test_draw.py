@@ -182,6 +182,13 @@ def test_invalid_requests_are_reported(tmp_path):
     assert "choose terapipe" in invoke("1f1b", "--slices", 2).stderr
 
 
+@pytest.mark.parametrize("sizes", [["--stages", "1000000"], ["--chunks", "1000", "--microbatches", "1000"]])
+def test_a_schedule_that_is_too_large_is_refused(sizes):
+    result = CliRunner().invoke(app, ["draw", "interleaved", *sizes])
+    assert result.exit_code == 2
+    assert "stages x microbatches x chunks x slices exceed 100,000" in result.output
+
+
 def test_it_starts_quickly_without_torch(tmp_path):
     code = (
         "import sys\nfrom echelon.cli import app\n"

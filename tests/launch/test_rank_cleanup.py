@@ -11,7 +11,7 @@ from pathlib import Path
 
 # An unclosed pool, and ranks that would sleep for long.
 SCRIPT = """
-import os, signal, sys, time
+import ctypes, os, signal, sys, time
 from echelon.launch.local_launcher import launch_ranks
 from echelon.launch.rank_pool import RankPool
 
@@ -21,7 +21,9 @@ def pid():
 def sleep(name):
     with open(f"{name}{os.environ['RANK']}", "w") as file:
         file.write(f"{os.getpid()} ")
-    time.sleep(100)
+    if name == "second" and os.environ["RANK"] == "1":
+        ctypes.PyDLL(None).sleep(1000)  # in C, with the GIL
+    time.sleep(1000)
 
 if __name__ == "__main__":
     # A process in the background starts with this signal ignored.
@@ -37,6 +39,7 @@ if __name__ == "__main__":
 
 
 def test_ctrl_c_ends_the_ranks_and_a_killed_program_leaves_none(tmp_path: Path) -> None:
+    """Not even a rank that is stopped, or one that holds the GIL."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     pipe = subprocess.PIPE
@@ -56,6 +59,7 @@ def test_ctrl_c_ends_the_ranks_and_a_killed_program_leaves_none(tmp_path: Path) 
             assert not any(map(_alive, first))
             assert all(map(_alive, pooled))
             second = _started(tmp_path, "second")
+            os.kill(second[0], signal.SIGSTOP)
         finally:
             run.kill()
     assert len({*pooled, *first, *second}) == 6

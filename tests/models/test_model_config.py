@@ -82,6 +82,7 @@ def test_impossible_shapes_are_refused() -> None:
         ({"kv_heads": 3}, r"kv_heads do not divide the heads \(heads=4, kv_heads=3\)"),
         ({"heads": 64}, r"even head_dim \(head_dim=1\)"),
         ({"dropout": 1.0}, r"dropout is not in \[0, 1\)"),
+        ({"layers": 10**7}, r"layers exceed the limit of 10,000 \(layers=10000000\); use fewer"),
         ({"layers": 0, "vocab": 0}, r"layers is less than 1 .*; also vocab is less than 1"),
         ({"family": "conv", "layers": 4}, r"4 convolutions cannot halve the image \(max_seq_len=8\)"),
     ):

@@ -113,3 +113,11 @@ def test_what_a_recovery_is_made_of():
     started = failure_cost.START_S + failure_cost.GROUP_S * 64
     assert found.restart == pytest.approx(started + failure_cost.READ_BOX_S * boxes + disk + plan.seconds)
     assert found.down == found.detect + failure_cost.REPLACE_S + found.restart
+
+
+def test_failures_that_leave_no_time_are_refused():
+    for hours, words in (("1e-9", "at least 0.133 device hours"), ("nan", "positive"), ("inf", "positive")):
+        command = ["plan", "llama-8b", "--cluster", "8xh100", "--layout", "tp=8", "--device-hours", hours]
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 2
+        assert words in result.output
