@@ -78,8 +78,10 @@ def under_launcher() -> bool:
 
 
 def local_world_size(default: int) -> int:
-    """The ranks of this node that a launcher started; `default` without one."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", default)) if under_launcher() else default
+    """The ranks of this node that a launcher started, or that formed a group; `default` where it is unknown."""
+    distributed = sys.modules.get("torch.distributed")
+    is_known = under_launcher() or (distributed is not None and distributed.is_initialized())
+    return int(os.environ.get("LOCAL_WORLD_SIZE", default)) if is_known else default
 
 
 def environment_issues(num_ranks: int = 0) -> list[ValidationIssue]:
