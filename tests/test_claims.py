@@ -143,6 +143,7 @@ CLAIMS: dict[str, tuple[Check, ...]] = {
     "`tests/test_claims.py` checks that": (),
     # asynchronous pipelines
     "Such a pipeline is **plan only**": (not_imported("stage_replication", "training", "parallel", "cli"),),
+    "PipeDream's stages on different numbers of ranks": (not_imported("stage_replication", "training", "parallel"),),
     "No layout asks for it, and `train` does not run it": (not_imported("stage_replication", "training", "layout"),),
     "Tied weights on two stages are not supported": (
         refuses(ASYNC, "model=gpt-tiny", "layout=pp=2"),
