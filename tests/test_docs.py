@@ -88,7 +88,7 @@ class InFolder:
     pool: RankPool
     folder: Path
 
-    def run(self, function: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], world: int, *args: Any, timeout: float = 900.0) -> list[Any]:
         return self.pool.run(in_folder, world, str(self.folder), function, args, timeout=timeout)
 
 
@@ -118,7 +118,7 @@ def run(command: str) -> tuple[int, str]:
         return run_here(words[1:])
     scripts = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        ["bash", "-ec", command], capture_output=True, text=True, timeout=300, env={**os.environ, "PATH": scripts}
+        ["bash", "-ec", command], capture_output=True, text=True, timeout=900, env={**os.environ, "PATH": scripts}
     )
     return done.returncode, done.stdout + done.stderr
 
