@@ -401,16 +401,24 @@ WORDS = {9: "nine", 11: "eleven", 12: "twelve", 13: "thirteen"}
 def counts() -> dict[str, tuple[str, ...]]:
     """Numbers of the code as the pages write them."""
     from echelon.faults import recorder_entry, stragglers
+    from echelon.memory.checkpointing import knapsack
     from echelon.memory.compression import cost as compression_cost
     from echelon.memory.compression import saved_tensor_compression
     from echelon.moe import GATES
     from echelon.optim import cost as optimizer_cost
     from echelon.parallel.ep.cost import MAX_LOAD_FACTOR
     from echelon.planning.calibrate.constants import NATIVE_OVERRIDES, Constants
-    from echelon.planning.search import layout_families
+    from echelon.planning.cluster import device_bench
+    from echelon.planning.cluster.cluster import parse_cluster
+    from echelon.planning.model.model_sources import resolve_shape
+    from echelon.planning.scenario import PlanRequest
+    from echelon.planning.search import layout_families, layout_search
     from echelon.verification.verify_request import DEFAULT_LAYOUTS
 
     layouts, numbers = WORDS[len(DEFAULT_LAYOUTS.split(";"))], len(fields(Constants))
+    large = PlanRequest(shape=resolve_shape("llama-70b"), cluster=parse_cluster("1024xh100"), batch=1024, seq_len=8192)
+    searched = sum(1 for _ in layout_families.all_layouts(large))
+    sizes = device_bench.MESSAGE_SIZES
     return {
         "README.md": (f"checks {layouts} common layouts",),
         "verify.md": (f"takes {layouts} common layouts",),
@@ -422,7 +430,15 @@ def counts() -> dict[str, tuple[str, ...]]:
             f"are {numbers} numbers in `planning/calibrate/constants.py`",
             f"{WORDS[len(NATIVE_OVERRIDES)]} of the {numbers} numbers are Echelon's own",
             f"cp down to {layout_families.MIN_CP_TOKENS_FEW_SEQUENCES:,} tokens per rank",
+            f"{searched:,} layouts of a 70B model on 1,024 devices",
+            f"{WORDS[layout_search.NUM_BUDGET_TRIALS]} are tried with a budget",
         ),
+        "planning-calibration.md": (
+            f"GEMMs of {len(device_bench.MATMUL_SHAPES['cuda'])} sizes",
+            f"from {sizes[0] >> 10} KiB to {sizes[-1] >> 20} MiB",
+        ),
+        "recompute.md": (f"bytes are rounded up to 1/{knapsack.BUDGET_STEPS} of the budget",),
+        "tensor-grids.md": (f"tries grids from `tp={layout_families.MIN_GRID_TP}` on",),
         "long-sequences.md": (f"fewer than {layout_families.MIN_CP_TOKENS:,} tokens",),
         "compression.md": (
             f"fewer than {saved_tensor_compression.MIN_SAMPLE_NUMEL} elements per sample",
