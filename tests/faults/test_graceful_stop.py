@@ -85,7 +85,7 @@ with GracefulStop(FileStateStore(Path(sys.argv[1])), rank=0, world_size=2):
 
 
 def sent(folder, times, seconds):
-    """(what it printed if it was alive after so many seconds, exit code)."""
+    """(what it printed if it was alive after `seconds`, exit code)."""
     words = [str(folder), str(times), str(seconds)]
     with subprocess.Popen([sys.executable, "-c", ENDS, *words], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
