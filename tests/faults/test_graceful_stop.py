@@ -101,7 +101,7 @@ def test_a_second_sigterm_ends_a_hanging_process(board):
 
 def test_a_rank_exits_if_a_peer_reported_a_failure(board):
     board.put(RankState(rank=1, host=os.uname().nodename, pid=os.getpid(), exit_kind="raised"))
-    assert sent(board.folder, 1, ALWAYS) == (b"", 143)
+    assert sent(board.folder, 1, 60) == (b"", 143)
 
 
 def test_a_rank_exits_if_a_peer_is_gone(board):
@@ -109,4 +109,4 @@ def test_a_rank_exits_if_a_peer_is_gone(board):
         while process_is_alive(peer.pid):  # it stays a zombie until its status is read
             time.sleep(0.01)
         board.put(RankState(rank=1, host=os.uname().nodename, pid=peer.pid))
-        assert sent(board.folder, 1, ALWAYS) == (b"", 143)
+        assert sent(board.folder, 1, 60) == (b"", 143)
