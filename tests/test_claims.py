@@ -31,7 +31,7 @@ DENIAL = re.compile(
     r"\bnot (?:yet )?(?:built|implemented|supported)\b|\bnot yet\b|"
     r"(?<!-)\bplan[- ]only\b|\bunsupported\b|\bincompatible\b|"
     r"\bdoes not (?:implement|support|run)\b|\brefuse[sd]?\b|\breject(?:s|ed)?\b|"
-    r"\bcannot be (?:run|exported|trained)\b",
+    r"\bcannot be (?:run|exported|trained)\b|\bpriced as a baseline\b|\bpriced, not run\b",
     re.IGNORECASE,
 )
 SOURCE = ROOT / "src" / "echelon"
@@ -138,6 +138,7 @@ CLAIMS: dict[str, tuple[Check, ...]] = {
         absent("asynchronous_data", "parameter_server", "local_sgd", "diloco", "power_?sgd", "error_feedback"),
         absent("kv_cache", "key_value_cache"),
     ),
+    "DataParallel (one process, many devices)": (not_imported("DataParallel", "training", "parallel", "launch"),),
     # CONTRIBUTING, docs/README
     "has a row in `tests/test_claims.py`": (),
     "`tests/test_claims.py` checks that": (),
@@ -176,7 +177,9 @@ CLAIMS: dict[str, tuple[Check, ...]] = {
         asserted_in("config/test_run_config.py", "test_keys_without_effect_on_a_custom_model"),
     ),
     # data parallelism
-    "Echelon does not implement the single-controller approach": (absent("single_controller", "^DataParallel$"),),
+    "Echelon does not implement the single-controller approach": (
+        not_imported("DataParallel", "training", "parallel", "launch"),
+    ),
     # data
     "An invalid `.tokens` file, and a text with NUL bytes, are refused": (
         asserted_in("data/test_token_file.py", "test_every_flipped_bit_is_found", "test_foreign_and_missing_files"),
@@ -249,6 +252,7 @@ CLAIMS: dict[str, tuple[Check, ...]] = {
         ),
     ),
     # planning
+    "PyTorch's `DataParallel` (priced, not run)": (not_imported("DataParallel", "training", "parallel", "launch"),),
     "so `--correct` refuses a cluster that has them": (
         asserted_in("planning/test_correction.py", "test_measured_curves_are_not_corrected_twice"),
     ),

@@ -264,7 +264,7 @@ def test_pictures_stand_alone(page: Path) -> None:
 
 
 def techniques() -> list[tuple[str, str]]:
-    """(layout, state) of each row of the README's table."""
+    """(layout, state) of each row of the README's table; tests/test_claims.py checks those that do not run."""
     table = PAGES[0].read_text(encoding="utf-8").partition("## What is built")[2].partition("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
     return [(layout.strip("`"), state) for _, layout, state, _ in rows]
@@ -272,12 +272,12 @@ def techniques() -> list[tuple[str, str]]:
 
 def test_states_of_the_techniques() -> None:
     assert len(techniques()) > 10
-    assert {state for _, state in techniques()} == {"runs"}  # a row that does not run needs another test than these
-    assert all(find_issues(Layout.parse(layout)) == [] for layout, _ in techniques())
+    assert {state for _, state in techniques()} <= {"runs", "plan only", "priced as a baseline"}
+    assert all(find_issues(Layout.parse(layout)) == [] for layout, state in techniques() if state == "runs")
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("layout", [layout for layout, _ in techniques()])
+@pytest.mark.parametrize("layout", [layout for layout, state in techniques() if state == "runs"])
 def test_techniques_that_run_are_verified(layout: str, here: Path, pool: RankPool) -> None:
     import echelon as ec
     from echelon.pipeline.schedules import make_schedule
