@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from time import process_time
 
 import pytest
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from echelon.cli import app
 from echelon.layout import Layout
 from echelon.models.attention import CoreAttention
+from echelon.models.pipeline_model import PipelineLayer, PipelineModel
 from echelon.planning.cluster import cluster
 from echelon.planning.cost.count_work import count_work
 from echelon.planning.cost.step_time import microbatch_time
@@ -134,6 +136,45 @@ def test_only_models_that_support_cp_get_it():
     inputs = {"tokens": torch.zeros(2, 16, dtype=torch.int64)}
     assert not trace_module(Plain(), inputs).supports_cp
     assert trace_module(Plain(core=CoreAttention()), inputs).supports_cp
+
+
+class Declared(Plain):
+    """Says how tp splits it, and where a pipeline may cut it."""
+
+    def __init__(self):
+        super().__init__()
+        self.split = {"layers.0": "column", "layers.1": "row"}
+
+    def pipeline_model(self):
+        def run(name, x, shared, **_):
+            return self.get_submodule(name)(x)
+
+        embed = PipelineLayer("embed", ("embed",), lambda x, shared, tokens, **_: self.embed(tokens))
+        names = ("layers.0", "layers.1")
+        return PipelineModel((embed, *(PipelineLayer(name, (name,), partial(run, name)) for name in names)))
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_only_models_that_declare_tp_and_pp_get_them(declared):
+    """A plan with tp=2 was marked as runnable, and `train` refused it."""
+    inputs = {"tokens": torch.zeros(2, 16, dtype=torch.int64)}
+    shape = trace_module(Declared() if declared else Plain(), inputs)
+    assert (shape.supports_tp, shape.supports_pp) == (declared, declared)
+    asked = PlanRequest(shape=shape, cluster=cluster.parse_cluster("8xh100"), batch=64, seq_len=16)
+    layouts = list(all_layouts(asked))
+    assert any(layout.dp > 1 for layout in layouts)
+    for axis in ("tp", "pp"):
+        assert any(getattr(layout, axis) > 1 for layout in layouts) == declared
+        fixed = replace(asked, fixed={axis: 2})
+        assert {fixed.scenario(layout).runnable for layout in all_layouts(fixed)} == {declared}
+
+
+def test_a_module_without_a_head_is_planned():
+    """The share of its head's edges was a division by zero."""
+    shape = trace_module(Plain(), {"tokens": torch.zeros(2, 16, dtype=torch.int64)})
+    assert shape.vocab == 0
+    asked = PlanRequest(shape=shape, cluster=cluster.parse_cluster("8xh100"), batch=64, seq_len=16)
+    assert search_plans(asked, top=1)[0].seconds > 0
 
 
 # -- what is said -----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from echelon.layout import Layout, ValidationError
 from echelon.layout.rules import find_issues
+from echelon.moe import build_gate, group_options
 from echelon.verification.fold_layout import FoldedLayout, fold_layout
 from echelon.verification.layout_case import case_for_layout
 from echelon.verification.verify_request import VerifyRequest, default_layouts, make_case
@@ -143,6 +144,12 @@ def test_a_reduced_model_has_the_sizes_that_its_layout_divides(
 def test_ranks_share_kv_heads_after_folding_as_before() -> None:
     assert sizes("llama-70b", "dp=8,tp=16", 4) == (4, 4, 1, 0)
     assert sizes("llama-70b", "dp=8,tp=8", 4) == (4, 8, 2, 0)
+
+
+@pytest.mark.parametrize("experts", [16, 18, 20, 22, 23])
+def test_groups_of_experts_divide_any_number_of_them(experts: int) -> None:
+    options = group_options("deepseek-v3", experts, {"num_groups": 8, "group_limit": 4, "scale": 2.5})
+    assert build_gate("deepseek-v3", 16, experts, 4, **options).num_experts == experts
 
 
 def test_a_layout_is_refused_by_the_full_model_not_the_reduced_one() -> None:

@@ -23,6 +23,8 @@ from echelon.models.model_config import ModelConfig
 from echelon.models.moe_config import MoEConfig
 
 LAYERS, WIDTH, HEADS, VOCAB, MAX_SEQ_LEN, EXPERTS = 4, 64, 4, 257, 256, 16
+MAX_LAYERS = 16
+"""layers of recomputed segments, at most, unless there are more stages"""
 MAX_GROUP = 4
 """query heads per kv head, at most"""
 MIN_HEAD_DIM = 4
@@ -104,7 +106,7 @@ def describe_sizes(config: ModelConfig) -> str:
 
 def _num_layers(config: ModelConfig, layout: Layout, recompute: str, stages: int) -> int:
     # A stage of several layers has several segments of recomputed layers.
-    per_stage = 3 if recompute.startswith(("every:", "sqrt")) else 1
+    per_stage = max(min(3, MAX_LAYERS // stages), 1) if recompute.startswith(("every:", "sqrt")) else 1
     layers = max(LAYERS, per_stage * stages)
     uneven = config.layers % (layout.pp * layout.vpp) > 0
     if uneven and layers % stages == 0:

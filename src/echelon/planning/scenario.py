@@ -135,10 +135,12 @@ class Scenario(TrainingSetup):
 
     @property
     def runnable(self) -> bool:
-        """Whether `train` runs it: MoE layers and fp8 require models of Echelon."""
+        """Whether `train` runs it: MoE layers and fp8 require models of Echelon, tp, cp and pp what a user declares."""
         moe = self.shape.experts and self.shape.name not in SIZES
         known = self.has_counted_layers or self.precision != "fp8"
-        trains = self.is_compatible and supports_precision(self.precision, self.layout)
+        supported = {"tp": self.shape.supports_tp, "cp": self.shape.supports_cp, "pp": self.shape.supports_pp}
+        declared = all(supports or getattr(self.layout, axis) == 1 for axis, supports in supported.items())
+        trains = declared and self.is_compatible and supports_precision(self.precision, self.layout)
         return known and not moe and trains
 
     @property

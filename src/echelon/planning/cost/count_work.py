@@ -51,6 +51,8 @@ def _microbatch_work(scenario: Scenario) -> step_work.MicrobatchWork:
     dense_gemms, expert_gemms, router_flops = _layer_gemms(scenario)
     vocab = shape.vocab / tp
     flops = 2.0 * tokens * shape.width * vocab
+    # A traced module may have no head.
+    edge_flops = 2.0 * (shape.width * vocab + tokens * vocab + tokens * shape.width) if flops else 0.0
     fused_loss = scenario.has_kernels and tp == 1
     return step_work.MicrobatchWork(
         device=_device_rates(scenario),
@@ -59,7 +61,7 @@ def _microbatch_work(scenario: Scenario) -> step_work.MicrobatchWork:
         dense_gemms=dense_gemms,
         expert_gemms=expert_gemms,
         router_flops=router_flops,
-        head_gemm=step_work.GemmWork(flops=flops, edge_flops=flops * (1 / tokens + 1 / shape.width + 1 / vocab)),
+        head_gemm=step_work.GemmWork(flops=flops, edge_flops=edge_flops),
         loss_bytes=tokens * vocab * (FUSED_LOGIT_TRAFFIC if fused_loss else LOGIT_TRAFFIC),
         attention=_attention_work(scenario),
         elementwise=elementwise_traffic(scenario),

@@ -165,8 +165,12 @@ class ModelShape:
     experts: int = 0
     """of an MoE layer"""
     top_k: int = 0
+    supports_tp: bool = True
+    """a table says how tp splits its modules"""
     supports_cp: bool = True
     """context parallelism can split its sequences"""
+    supports_pp: bool = True
+    """its pipeline layers are known"""
     dropout: bool = False
     """also on attention's probabilities, which our models then materialise"""
 

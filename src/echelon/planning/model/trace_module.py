@@ -78,7 +78,9 @@ def trace_module(model: str | nn.Module, inputs: Mapping[str, Tensor] | None = N
         tokens=tokens,
         seq_len=seq_len,
         width=width // tokens,
+        supports_tp=_supports_tp(module),
         supports_cp=_supports_cp(module),
+        supports_pp=hasattr(module, "pipeline_model"),
     )
     return build_shape(name, counts)
 
@@ -127,6 +129,14 @@ def _count_tokens(inputs: Mapping[str, Any]) -> tuple[int, int]:
     for tensor in (*integers, *vectors):
         return tensor.shape[0] * tensor.shape[1], tensor.shape[1]
     return (tensors[0].shape[0] if tensors else 1), 1
+
+
+def _supports_tp(module: nn.Module) -> bool:
+    """Whether a table says how tensor parallelism splits the module."""
+    try:
+        return bool(match_roles(module, get_tp_split(module)))
+    except ValueError:
+        return False
 
 
 def _supports_cp(module: nn.Module) -> bool:

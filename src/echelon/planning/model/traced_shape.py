@@ -43,8 +43,12 @@ class ModuleCounts:
     seq_len: int
     width: int
     """most elements per token between sections"""
+    supports_tp: bool
+    """a table says how tp splits its modules"""
     supports_cp: bool
     """context parallelism can split its sequences"""
+    supports_pp: bool
+    """its pipeline layers are known"""
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,9 @@ def build_shape(name: str, counts: ModuleCounts) -> ModelShape:
         position_parameters=sum(map(prod, positions)),
         experts=max((gemm.experts for gemm in expert_gemms), default=0),
         top_k=round(max((gemm.token_share for gemm in expert_gemms), default=0)),
+        supports_tp=counts.supports_tp,
         supports_cp=counts.supports_cp,
+        supports_pp=counts.supports_pp,
     )
     return replace(shape, other_parameters=sum(map(prod, counts.weights.values())) - shape.parameters)
 

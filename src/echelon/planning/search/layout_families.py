@@ -100,7 +100,8 @@ def _recompute_policies(request: PlanRequest) -> list[str]:
 
 def _pipelines(request: PlanRequest, family: LayoutFamily, world: int) -> Iterator[LayoutBranch]:
     ranks = world // (family.tp * family.cp)
-    for pp in _divisors(ranks):
+    supports_pp = request.shape.supports_pp or _requests(request, "pp")
+    for pp in _divisors(ranks) if supports_pp else (1,):
         per_rank, rest = divmod(request.batch, ranks // pp)
         if rest or per_rank % family.microbatch or pp > request.shape.num_layers:
             continue
@@ -139,7 +140,7 @@ def _tp_cp_degrees(request: PlanRequest, world: int) -> Iterator[tuple[int, int]
     """Yield (tp, cp)."""
     widest = max(request.cluster.per_node, int(request.fixed.get("tp", 1)))
     for tp in _divisors(world):
-        if tp <= widest:
+        if tp <= widest and (tp == 1 or request.shape.supports_tp or _requests(request, "tp")):
             yield from ((tp, cp) for cp in _divisors(world // tp) if can_split_sequence(request, cp))
 
 
@@ -147,11 +148,16 @@ def can_split_sequence(request: PlanRequest, cp: int) -> bool:
     """Whether cp divides the sequences evenly into slices that are long enough."""
     if cp == 1:
         return True
-    requested = request.plan_only or "cp" in request.fixed
+    requested = _requests(request, "cp")
     few_sequences = requested or request.batch < request.cluster.devices
     min_tokens = MIN_CP_TOKENS_FEW_SEQUENCES if few_sequences else MIN_CP_TOKENS
     is_supported = request.shape.supports_cp or requested
     return is_supported and request.seq_len % (2 * cp) == 0 and request.seq_len >= cp * min_tokens
+
+
+def _requests(request: PlanRequest, axis: str) -> bool:
+    """Whether the user asks for layouts with this axis, whether the model supports it or not."""
+    return request.plan_only or axis in request.fixed
 
 
 def tp_kinds(request: PlanRequest, tp: int) -> list[tuple[str, int]]:
