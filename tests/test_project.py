@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "memory": {"layout", "kernels", "models", "rng", "compat"},
     "parallel": {"faults", "layout", "kernels", "models", "moe", "memory", "precision", "rng", "compat"},
     "optim": {"layout", "kernels", "memory", "parallel", "rng", "compat"},
-    "pipeline": {"draw", "faults", "layout", "kernels", "models", "parallel", "rng", "compat"},
+    "pipeline": {"draw", "faults", "layout", "kernels", "models", "parallel", "precision", "rng", "compat"},
     "checkpoint": {"faults", "layout", "memory", "models", "optim", "parallel"},
     "config": {"layout", "memory", "models", "optim", "pipeline"},
     "planning": {"draw", "layout", "kernels", "models", "memory", "optim", "parallel", "pipeline", "compat"},

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from cpu_clock import ALWAYS
 from offload_engines import ADAMW, SHAPE, engine_away, link_of, stepped
 from tiny_engines import batch_of, error, largest_error, whole
 from torch import Tensor, nn
@@ -180,6 +179,31 @@ def test_offload_traffic_for_plans() -> None:
     assert offload_cost.offload_traffic("params+disk", **numbers).disk_bytes == 2 * 12 * 10 + 7 * 2 * 10
 
 
+@pytest.mark.parametrize(
+    ("offload", "early", "link", "page"),
+    [
+        ("optimizer", False, 0.0, 80.0),
+        ("optimizer", True, 40.0, 120.0),
+        ("params", False, 3 * 10 * (4 + 2 * 2), 120.0),
+        ("activations", False, 42.0, 0.0),
+    ],
+)
+def test_traffic_of_updates_on_the_device(offload: str, early: bool, link: float, page: float) -> None:
+    """States travel each way, gradients only where they are on the host, and the host updates nothing."""
+    traffic = offload_cost.offload_traffic(
+        offload,
+        shard_params=10.0,
+        activation_bytes=7.0,
+        accumulate=3,
+        compute_bytes=2,
+        gradient_bytes=4,
+        state_bytes=8,
+        updates_on_device=True,
+        early_gradients=early,
+    )
+    assert (traffic.link_bytes, traffic.page_bytes, traffic.host_updated_params) == (link, page, 0.0)
+
+
 # -- shares, and readers ----------------------------------------------------------------------------------------------
 
 
@@ -281,7 +305,7 @@ def test_buffers_of_16_bit_gradients_are_released() -> None:
     done: list[dict[str, Tensor]] = []
     thread = threading.Thread(target=lambda: done.append(short_sums("optimizer", 4)), daemon=True)
     thread.start()
-    thread.join(ALWAYS)
+    thread.join(60)
     assert done
 
 

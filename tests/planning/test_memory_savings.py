@@ -11,11 +11,21 @@ from typer.testing import CliRunner
 from echelon.cli import app
 from echelon.config.sections import OptimizerConfig
 from echelon.layout import Layout
-from echelon.memory.offload.cost import HOST_UPDATE_BYTES_PER_S, LOW_PRECISION_STATE_SECONDS
+from echelon.memory.offload.cost import (
+    HOST_UPDATE_BYTES_PER_S,
+    LOW_PRECISION_STATE_SECONDS,
+    PAGE_BYTES,
+    split_into_pages,
+)
 from echelon.optim import cost
 from echelon.optim.update_rule import UpdateRule
+from echelon.planning.calibrate.constants import FITTED_CONSTANTS
 from echelon.planning.cluster import cluster
 from echelon.planning.cluster.device_kinds import GIB
+from echelon.planning.cost.count_work import count_work
+from echelon.planning.cost.memory_model import stage_memory
+from echelon.planning.cost.optimizer_update import paged_group_bytes
+from echelon.planning.cost.step_time import step_times
 from echelon.planning.memory_options import MemoryOptions
 from echelon.planning.model.model_sources import resolve_shape
 from echelon.planning.priced_plan import Plan, price
@@ -149,18 +159,42 @@ def test_lossy_compression_halves_saved_bytes_and_is_never_chosen() -> None:
 
 
 def test_techniques_that_train_refuses_are_not_listed() -> None:
-    """Rules of whole matrices have no states on the host, and what is packed does not leave as it is."""
+    """Updates in backward leave no time for the host, and what is packed does not leave as it is."""
     plain = set(found_of(plan_of("dp=1,recompute=full")))
     packed = set(found_of(plan_of("dp=1,recompute=full", memory_options=MemoryOptions(compress="lossless+int8"))))
     assert {"offload=activations", "recompute=ops"} <= plain - packed
     factored = set(found_of(plan_of("dp=1,recompute=full", optimizer=UpdateRule(name="adafactor"))))
-    assert {"offload=optimizer", "offload=params", "optimizer.states=int8"} <= plain - factored
-    assert "offload=activations" in factored
+    assert "optimizer.states=int8" in plain - factored
+    assert {"offload=activations", "offload=optimizer", "offload=params"} <= factored
     away = found_of(plan_of("dp=1,recompute=full,offload=optimizer"))
-    refused = {"optimizer.name=adafactor", "optimizer.name=muon", "optimizer.in_backward=true", "precision.master=none"}
-    assert refused <= plain - set(away)
-    assert "optimizer.name=lion" in away
+    assert {"optimizer.in_backward=true", "precision.master=none"} <= plain - set(away)
+    assert {"optimizer.name=lion", "optimizer.name=adafactor", "optimizer.name=muon"} <= set(away)
     assert all(one.plan.runnable for one in away.values())
+
+
+def test_states_that_pass_through_the_device_are_priced() -> None:
+    """Muon with states on the host: their transfers beyond the update, three pages, and collectives of each page."""
+    rule, c = UpdateRule(name="muon"), FITTED_CONSTANTS
+    layout = "dp=8,zero=1,recompute=full,accumulate=2,offload=optimizer"
+    here, away = (
+        replace(plan_of(text, devices="8xh200", optimizer=rule).scenario, host_share=1.0)
+        for text in (layout.removesuffix(",offload=optimizer"), layout)
+    )
+    sizes = paged_group_bytes(away, 0)
+    pages = split_into_pages(sizes, PAGE_BYTES)
+    assert len(pages) > 3
+    work, before = count_work(away), count_work(here)
+    assert work.update.num_collectives == len(pages) * before.update.num_collectives
+    assert work.offload.page_bytes == pytest.approx(sum(sizes), rel=0.01)
+    assert work.offload.num_params == 0
+    times, without = step_times(work, c), step_times(before, c)
+    link = work.offload.page_bytes / work.offload.host_bandwidth
+    assert link > times.update > without.update
+    assert times.offload == pytest.approx(link - times.update)
+    parts, base = stage_memory(away, 0).parts, stage_memory(here, 0).parts
+    assert parts.get("optimizer", 0) == parts.get("master", 0) == 0
+    assert sum(parts.values()) < sum(base.values())
+    assert paged_group_bytes(replace(away, optimizer=UpdateRule()), 0) == []
 
 
 def test_ema_stays_with_another_optimizer() -> None:
@@ -249,7 +283,7 @@ def test_settings_that_do_nothing_in_the_layout_are_refused() -> None:
 
 def test_options_that_train_refuses_are_plan_only() -> None:
     for setting, layout in (
-        ("optimizer.name=adafactor", "dp=8,offload=disk"),
+        ("optimizer.ema=0.9", "dp=8,offload=disk"),
         ("compress=lossless", "dp=8,recompute=ops"),
     ):
         assert not plan_json(setting, layout=layout)["plans"][0]["runnable"]  # type: ignore[index]

@@ -73,10 +73,6 @@ def test_settings_become_a_loss_scale(settings, scale):
         (("precision.loss_scale=true",), "is not a number"),
         (("precision.keep_fp32=*norm*",), "has no effect with dtype=float32"),
         (("precision.scale_every=5",), "has no effect with precision.loss_scale=auto"),
-        (
-            ("dtype=float16", "layout=pp=2,accumulate=2,schedule=2bw"),
-            "incompatible with stages that update independently",
-        ),
         (("dtype=float16", "precision.compute=fp8"), "requires dtype=bfloat16"),
         (("dtype=bfloat16", "precision.master=none", "layout=offload=optimizer"), "keeps master weights on the host"),
     ],

@@ -44,7 +44,7 @@ def command(
     plan_only: Annotated[
         bool,
         typer.Option(
-            help="Also rank what train refuses (fp8 with split backward or tp grids, cp of a custom model without "
+            help="Also rank what train refuses (fp8 with tp grids, cp of a custom model without "
             "CoreAttention), and cp down to 1,024 tokens per rank."
         ),
     ] = False,

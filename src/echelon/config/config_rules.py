@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.config import schema
 from echelon.layout import Layout, ValidationError, ValidationIssue, check_layout, did_you_mean, grammar
-from echelon.layout.layout import ASYNC_SCHEDULES, SPLIT_BACKWARD_SCHEDULES
+from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.memory.checkpointing.cost import ineffective_options
 from echelon.memory.compression import cost as compression_cost
 from echelon.memory.offload.cost import offloads_optimizer, offloads_params
@@ -68,22 +68,16 @@ def _data_rules(config: Config, layout: Layout) -> Iterator[KeyedIssue]:
 
 
 def _precision_rules(config: Config, layout: Layout) -> Iterator[KeyedIssue]:
-    precision, schedule = config.precision, layout.schedule
+    precision = config.precision
     if precision.master == "none" and config.dtype != "bfloat16":
         message = f"requires bfloat16 weights with stochastic rounding (dtype={config.dtype})"
         yield _keyed("precision.master", "none", message, reads=("dtype",), legal="float32, or dtype=bfloat16")
-    if config.loss_scaling == "dynamic" and layout.pp > 1 and schedule in ASYNC_SCHEDULES:
-        message = f"is incompatible with stages that update independently (schedule={schedule})"
-        legal = "a number, none, or layout=...,schedule=1f1b"
-        yield _keyed("precision.loss_scale", precision.loss_scale, message, reads=("dtype", "layout"), legal=legal)
     if precision.compute == "same":
         return
-    splits = f"is incompatible with a split backward (schedule={schedule})"
     conflicts = (
         (config.dtype != "bfloat16", "dtype", "requires dtype=bfloat16", "bfloat16"),
         (config.device == "cpu", "device", "requires a GPU", "cuda"),
         (config.kernels == "plain", "kernels", "requires fused kernels", "auto"),
-        (schedule in SPLIT_BACKWARD_SCHEDULES, "layout", splits, "...,schedule=1f1b"),
     )
     for is_broken, other, message, remedy in conflicts:
         if is_broken:

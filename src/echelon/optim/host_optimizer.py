@@ -28,9 +28,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from echelon.memory.offload.disk_store import DiskError, DiskStore
 from echelon.memory.offload.host_transfer import CopyEvent, HostBuffer
 from echelon.memory.offload.host_worker import FINISHED, JobHandle
+from echelon.optim import state_generations
 from echelon.optim.optimizer_protocol import ShardedOptimizer
 from echelon.optim.optimizer_state import OptimizerState
 from echelon.parallel.dp.offloaded_param_group import OffloadedParamGroup
@@ -60,7 +60,7 @@ class _PendingUpdate:
 class HostOptimizer(ShardedOptimizer):
     """Updates parameter groups whose optimizer states are on the host, one at a time.
 
-    It has no collectives: offload_support.py refuses rules that need them.
+    It has no collectives: rules that need them update on the device (paged_optimizer.py).
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class HostOptimizer(ShardedOptimizer):
             group.states.free()
             # A weak reference: group and optimizer would keep each other alive.
             group.states.optimizer_states = partial(_element_states, weakref.ref(self._optimizers[-1]))
-        _reserve_disk(self._host_groups, state_bytes)
+        state_generations.reserve_disk(self._host_groups, state_bytes)
 
     @torch.no_grad()
     def step(self, lr: float, grad_scale: Tensor, do_update: Tensor) -> None:
@@ -126,23 +126,6 @@ def _element_states(optimizer: weakref.ref[ShardedOptimizer]) -> list[Tensor]:
     return [] if alive is None else [state for state in alive.states() if state.dim() > 0]
 
 
-def _reserve_disk(groups: Sequence[OffloadedParamGroup], state_bytes: Callable[[OffloadedParamGroup], int]) -> None:
-    """Reserve the disk space of all states, so that a disk that is too small fails now."""
-    disk = groups[0].host.disk if groups else None
-    if disk is None:
-        return
-    needed = {group: group.spec.shard_numel * group.states.master.itemsize + state_bytes(group) for group in groups}
-    reserved = sum(group.states.store.reserved for group in groups if group.states.store is not None)
-    try:
-        disk.check_free_space(2 * sum(needed.values()) - 2 * reserved)
-        for group, nbytes in needed.items():
-            assert group.states.store is not None
-            group.states.store.reserve(nbytes)
-    except DiskError:
-        disk.close()  # releases what was reserved
-        raise
-
-
 def _run_updates(
     updates: list[_PendingUpdate], lr: float, read_scalars: Callable[[], list[float]], ready: CopyEvent
 ) -> None:
@@ -160,12 +143,14 @@ def _run_updates(
                 update.handle.finish()
         for update in updates:
             update.write_handle.wait()
-        for store in _stores(updates):
-            store.commit()
+        state_generations.commit([update.host_group for update in updates])
         for update in updates:
             update.handle.finish()
     except BaseException as error:
-        _roll_back(updates, error)
+        for update in updates:
+            with suppress(Exception):
+                update.write_handle.wait()
+        state_generations.roll_back([update.host_group for update in updates], error)
         for update in updates:
             if not update.handle.is_done:
                 update.handle.finish(error)
@@ -210,20 +195,3 @@ def _update_group(update: _PendingUpdate, lr: float, factor: Tensor, ready: Copy
     group.params.publish(group.states.master, ready)
     if group.host.disk is not None:
         update.write_handle = group.host.disk.writer.submit(f"writing {group.name}", group.states.save)
-
-
-def _roll_back(updates: list[_PendingUpdate], error: BaseException) -> None:
-    """Return the stores on disk to the previous step."""
-    if (disk := updates[0].host_group.host.disk) is None:
-        return
-    disk.errors.append(error)
-    for update in updates:
-        with suppress(Exception):
-            update.write_handle.wait()
-    for store in _stores(updates):
-        store.roll_back()
-
-
-def _stores(updates: list[_PendingUpdate]) -> list[DiskStore]:
-    groups = (update.host_group for update in updates)
-    return [store for group in groups for store in (group.states.store, group.params.store) if store is not None]

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from echelon.layout.placement import LogicalParam
-from echelon.optim import cost
+from echelon.optim import cost, offload_support
 from echelon.optim.flat_segments import FlatSegment, build_flat_segments
 from echelon.optim.host_optimizer import HostOptimizer
 from echelon.optim.optimizer_groups import is_muon_matrix
 from echelon.optim.optimizer_protocol import CombinedOptimizer, ShardedOptimizer
+from echelon.optim.paged_optimizer import PagedOptimizer
 from echelon.optim.param_shards import ParamShard, build_param_shards, uses_stochastic_rounding
 from echelon.optim.rules.adafactor import Adafactor
 from echelon.optim.rules.adamw import FusedAdamW
@@ -31,6 +32,7 @@ from echelon.optim.stochastic_rounding import StochasticRoundingOptimizer
 from echelon.optim.torch_optimizer import TorchOptimizer
 from echelon.optim.update_rule import UpdateRule
 from echelon.parallel.dp.master_weights import UnsplitMasterWeights
+from echelon.parallel.dp.offloaded_param_group import OffloadedParamGroup
 from echelon.parallel.dp.param_group import ParamGroup
 from echelon.parallel.parallel_model import ParallelModel
 
@@ -49,11 +51,19 @@ def build_optimizer(
     state_bytes = partial(
         cost.rank_state_bytes, rule, parallel.placement, master_bytes=parallel.options.master_dtype.itemsize
     )
-    host = HostOptimizer(
-        on_host,
-        lambda group: _build_on_one_device(parallel, rule, [cast(ParamGroup, group)]),
-        lambda group: state_bytes(param_groups=[group.spec.name]),
-    )
+
+    def group_state_bytes(group: OffloadedParamGroup) -> int:
+        return state_bytes(param_groups=[group.spec.name])
+
+    def build(groups: Sequence[OffloadedParamGroup]) -> ShardedOptimizer:
+        return _build_on_one_device(parallel, rule, cast(Sequence[ParamGroup], groups))
+
+    host: ShardedOptimizer
+    if offload_support.updates_on_device(rule):
+        per_element = cost.state_bytes_per_element(rule, parallel.options.master_dtype.itemsize)
+        host = PagedOptimizer(on_host, build, group_state_bytes, per_element)
+    else:
+        host = HostOptimizer(on_host, lambda group: build([group]), group_state_bytes)
     return CombinedOptimizer([_build_on_one_device(parallel, rule, on_device), host])
 
 

@@ -63,6 +63,8 @@ class ParallelOptions:
     """with `offload`, device bytes for activations and temporary buffers; 0 estimates them"""
     optimizer_bytes_per_element: float = 8.0
     """with `offload`, optimizer state per element; the engine sets it"""
+    updates_on_device: bool = False
+    """with `offload`, states are on the device during the update; the engine sets it"""
     disk_dir: str = ""
     """with `offload=disk`, the directory of the state files; empty: the directory for temporary files"""
     user_loop: bool = False

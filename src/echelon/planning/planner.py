@@ -13,6 +13,7 @@ from echelon.optim.update_rule import UpdateRule
 from echelon.planning.calibrate import correction as corrections
 from echelon.planning.calibrate.constants import DEFAULT_IMBALANCE
 from echelon.planning.cluster.cluster import Cluster, parse_cluster
+from echelon.planning.cost.recompute_cost import budget_issues
 from echelon.planning.explain.baselines import Baseline, price_baselines
 from echelon.planning.explain.reasons import explain_infeasible, explain_plan, training_cost
 from echelon.planning.explain.replicated_stages import ReplicatedStages, replicated_stages
@@ -147,7 +148,10 @@ def price_layout(request: PlanRequest, text: str) -> Plan:
     """Price one layout. It must match the devices and the batch, whether or not it fits into memory."""
     world, dimensions = request.cluster.devices, request.shape.dimensions
     layout = check_layout(text, world=world, batch=request.batch, seq_len=request.seq_len, model=dimensions)
-    return price(request.scenario(layout))
+    scenario = request.scenario(layout)
+    if issues := budget_issues(scenario):
+        raise ValidationError(issues)
+    return price(scenario)
 
 
 def _option_issues(

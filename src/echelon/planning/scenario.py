@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 from echelon.layout import Layout
-from echelon.layout.layout import ASYNC_SCHEDULES, SPLIT_BACKWARD_SCHEDULES
 from echelon.layout.mesh import DEFAULT_ORDER
 from echelon.layout.remedy import Violation
 from echelon.layout.rules import LayoutConstraints, find_violations
@@ -227,10 +226,8 @@ _SETUP_FIELDS = tuple(one.name for one in fields(TrainingSetup))
 def supports_precision(precision: str, layout: Layout) -> bool:
     """Whether `train` has GEMMs in this precision for this layout.
 
-    fp8 GEMMs cannot defer weight gradients, and a rank of a tp grid sees a block of a matrix, without its scale.
+    A rank of a tp grid sees a block of a matrix, without its fp8 scale.
     """
     if precision == "fp8":
-        return layout.schedule not in SPLIT_BACKWARD_SCHEDULES and layout.tp_kind == "1d"
-    if precision == "fp16":
-        return layout.schedule not in ASYNC_SCHEDULES  # whose stages could not agree on a loss scale
-    return precision in ("fp32", "bf16")
+        return layout.tp_kind == "1d"
+    return precision in ("fp32", "bf16", "fp16")

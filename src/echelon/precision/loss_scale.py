@@ -6,6 +6,8 @@
 
 Scale and counts are on the device, and change there: the gradient norm, which all ranks share, decides whether a step
 was good, and the host does not wait for it. A fixed scale does not change, and bad steps are skipped all the same.
+
+Stages of an asynchronous pipeline update at different times: `DelayedLossScaler`.
 """
 
 from __future__ import annotations
@@ -74,3 +76,40 @@ class LossScaler:
         higher = torch.where(grown, (self.scale * 2.0).clamp(max=MAX_SCALE), self.scale)
         self.scale = torch.where(finite, higher, (self.scale * 0.5).clamp(min=MIN_SCALE))
         self.good_steps = torch.where(finite & ~grown, good, 0)
+
+
+class DelayedLossScaler:
+    """The loss scale of updates whose gradients are known to be finite only later (asynchronous pipelines).
+
+    An overflow halves the scale that its update used, unless a smaller one is in force already: updates that began
+    before the overflow was known would halve it again. Good updates count if they used the scale in force. It is on
+    the host; `write` stores it in the `LossScaler`, of which a checkpoint has the state.
+    """
+
+    def __init__(self, scaler: LossScaler):
+        self.recipe, self._scaler = scaler.recipe, scaler
+        self.begin_stream()
+
+    def begin_stream(self) -> None:
+        """Read the stored scale; no update is in flight."""
+        self.scale, self.good_updates = float(self._scaler.scale), int(self._scaler.good_steps)
+        self._used: dict[int, float] = {}
+
+    def begin(self, update: int) -> None:
+        """Note that an update begins with the scale in force."""
+        self._used[update] = self.scale
+
+    def report(self, update: int, *, finite: bool, had_targets: bool) -> None:
+        """Adapt the scale to an update; updates are reported in order."""
+        used = self._used.pop(update)
+        if not finite and used <= self.scale:
+            self.scale, self.good_updates = max(used / 2, MIN_SCALE), 0
+        elif finite and had_targets and used == self.scale:
+            self.good_updates += 1
+            if self.good_updates >= self.recipe.every:
+                self.scale, self.good_updates = min(2 * self.scale, MAX_SCALE), 0
+
+    def write(self) -> None:
+        """Store the scale."""
+        self._scaler.scale.fill_(self.scale)
+        self._scaler.good_steps.fill_(self.good_updates)

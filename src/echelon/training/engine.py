@@ -42,7 +42,7 @@ from echelon.layout import Layout, check_layout
 from echelon.layout.collective import Collective
 from echelon.models.layers import check_loss_output
 from echelon.models.model_config import ModelConfig
-from echelon.optim import cost, optimizer_groups
+from echelon.optim import cost, offload_support, optimizer_groups
 from echelon.optim.flat_segments import build_flat_segments
 from echelon.optim.optimizer_protocol import ShardedOptimizer
 from echelon.optim.rules.ema import WeightEMA
@@ -110,7 +110,8 @@ class Engine:
         options, loss_scale = options or ParallelOptions(), loss_scale or LossScale()
         validate_engine(rule, layout, clip=clip, master=options.master_dtype, loss_scale=loss_scale)
         state_bytes = cost.state_bytes_per_element(rule, options.master_dtype.itemsize)
-        options = replace(options, optimizer_bytes_per_element=state_bytes)
+        on_device = offload_support.updates_on_device(rule)
+        options = replace(options, optimizer_bytes_per_element=state_bytes, updates_on_device=on_device)
 
         # What must be read from the full model, before ranks keep their parts of it.
         self.param_names = tuple(name for name, _ in model.named_parameters())

@@ -69,11 +69,6 @@ def validate_engine(
             f"evaluation cannot use averaged weights while older versions of the weights are in flight "
             f"(schedule={layout.schedule}, optimizer.ema={rule.ema:g}); use schedule=1f1b, or ema=0"
         )
-    if loss_scale.is_dynamic:
-        raise ValueError(
-            f"stages of schedule={layout.schedule} update at different times and cannot agree on a dynamic loss scale; "
-            "use a fixed one (precision.loss_scale=1024), or schedule=1f1b"
-        )
 
 
 def _check_update_in_backward(layout: Layout, clip: float, loss_scale: LossScale) -> None:

@@ -105,6 +105,10 @@ def run_training(
     issues = config.issues(world=None if under_launcher() else count)
     if config.device == "cuda" and not under_launcher():
         issues += _device_issues(count)
+    if not issues and "budget:" in config.layout:
+        from echelon.training.run.budget_check import run_budget_issues
+
+        issues += run_budget_issues(config, procs)
     injections: tuple[Injection, ...] = ()
     try:
         # torch's elastic agent may have restarted this process with fewer ranks.

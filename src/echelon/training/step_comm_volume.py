@@ -11,6 +11,7 @@ from echelon.memory.checkpointing.cost import RecomputedLayers
 from echelon.memory.offload import cost as offload_cost
 from echelon.models.pipeline_model import is_within
 from echelon.moe.moe_layer import MoELayer
+from echelon.optim import cost as optimizer_cost
 from echelon.parallel.cp import cost as cp_cost
 from echelon.parallel.dp import cost as dp_cost
 from echelon.parallel.dp import sync_batchnorm, zero
@@ -53,7 +54,7 @@ def step_collectives(engine: Engine, traffic: tp_cost.TransformerSizes | None) -
     collectives += [replace(item, count=item.count * updates) for item in once]
     collectives += pipeline.runtime.update_collectives() if pipeline is not None else []
     if parallel.axes[engine.loss_axis].size > 1:
-        size = 24 if pipeline is not None and pipeline.asynchronous else 16
+        size = 40 if pipeline is not None and pipeline.asynchronous else 16
         collectives.append(Collective(op="all_reduce", axis=engine.loss_axis, bytes=size, purpose="loss and count"))
     return [*collectives, *engine.expert_loads.collectives()]
 
@@ -148,6 +149,13 @@ def host_transfer_bytes(engine: Engine) -> dict[str, int]:
     options, groups = parallel.options, engine.parallel.placement.param_groups
     host, away = parallel.offload.host, [group for group in groups if group.name in parallel.offload.group_names]
     layers = [group.name for group in groups if not group.stays_unsharded]
+    paged = None
+    if host is not None and host.updates_on_device:
+        master = options.master_dtype.itemsize
+        paged = offload_cost.PagedUpdate(
+            state_bytes=sum(group.shard_numel for group in away) * master + _offloaded_state_bytes(engine),
+            host_gradient_bytes=_host_gradient_bytes(engine),
+        )
     return offload_cost.step_link_bytes(
         away,
         with_params=host is not None and host.paged,
@@ -158,20 +166,41 @@ def host_transfer_bytes(engine: Engine) -> dict[str, int]:
         last=layers[-1] if layers else "",
         stages=pipeline.stages_per_param_group if pipeline is not None else None,
         recomputed=_regathered_groups(engine),
+        paged=paged,
     )
+
+
+def _offloaded_state_bytes(engine: Engine) -> int:
+    """Bytes of optimizer states off the device, row and column statistics too, without step counts."""
+    parallel = engine.parallel
+    return optimizer_cost.rank_state_bytes(
+        engine.update_rule,
+        parallel.placement,
+        master_bytes=parallel.options.master_dtype.itemsize,
+        param_groups=parallel.offload.group_names,
+    )
+
+
+def _host_gradient_bytes(engine: Engine) -> dict[str, int]:
+    """Bytes per element of each group's gradient buffer on the host; 0 where it has none."""
+    groups = engine.parallel.sharded_model.param_groups
+    buffers = {group.spec.name: group.offloaded.grads.buffer for group in groups if group.offloaded is not None}
+    return {name: 0 if buffer is None else buffer.itemsize for name, buffer in buffers.items()}
 
 
 def offloaded_bytes(engine: Engine) -> dict[str, int]:
     """Return the bytes of states that this rank holds on its host and on disk."""
     parallel, options = engine.parallel, engine.parallel.options
     host = parallel.offload.host
+    away = [group for group in parallel.placement.param_groups if group.name in parallel.offload.group_names]
+    numel = sum(group.shard_numel for group in away)
     return offload_cost.off_device_bytes(
-        [group for group in parallel.placement.param_groups if group.name in parallel.offload.group_names],
+        away,
         with_params=host is not None and host.paged,
         disk=host is not None and host.disk is not None,
         compute_bytes=options.compute_dtype.itemsize,
         master_bytes=options.master_dtype.itemsize,
-        state_bytes=options.optimizer_bytes_per_element,
+        state_bytes=_offloaded_state_bytes(engine) / max(1, numel),
         host_gradient_bytes={
             group.spec.name: group.grad_dtype.itemsize if group.reduction.sends_early else 0
             for group in parallel.sharded_model.param_groups

@@ -33,6 +33,7 @@ from echelon.optim.optimizer_factory import build_optimizer
 from echelon.optim.optimizer_protocol import CombinedOptimizer
 from echelon.parallel.dp.param_group import ParamGroup
 from echelon.pipeline.execution.pipeline import Pipeline
+from echelon.precision.loss_scale import DelayedLossScaler
 from echelon.training.batch_sharding import Microbatch
 from echelon.training.grad_norm import clip_factor
 from echelon.training.step_result import StepResult, start_host_copy
@@ -109,6 +110,7 @@ class AsynchronousStep:
 
     def __init__(self, engine: Engine, pipeline: Pipeline):
         self._engine, self._pipeline = engine, pipeline
+        pipeline.async_runtime.loss_scaler = DelayedLossScaler(engine.normalizer.loss_scaler)
 
     def __call__(self, microbatches: Iterable[Microbatch], lr: float) -> StepResult:
         engine, device = self._engine, self._engine.parallel.options.device
@@ -116,30 +118,35 @@ class AsynchronousStep:
         slice_norms = torch.zeros(len(engine.grad_norm.slices), dtype=torch.float64, device=device)
         nonfinite = torch.zeros_like(square)
 
-        def update(grad_scale: float, lr: float) -> None:
+        def update(grad_scale: float, lr: float) -> Tensor:
             engine.partial_gradients.all_reduce()
             norm, each = engine.grad_norm.norm_and_slice_norms()
             slice_norms.add_(each)
             norm = norm * grad_scale
             square.copy_(norm.square())
             nonfinite.add_(norm * 0.0)  # NaN from the first skipped update on
-            engine.optimizer.step(lr, grad_scale * clip_factor(norm, engine.clip), torch.isfinite(norm))
+            finite = torch.isfinite(norm)
+            engine.optimizer.step(lr, grad_scale * clip_factor(norm, engine.clip), finite)
             engine.parallel.sharded_model.free_grads()
+            return finite
 
-        loss_scale = engine.normalizer.loss_scaler.recipe.start
+        runtime = self._pipeline.async_runtime
         if TargetEstimate(engine).is_due():
-            self._pipeline.async_runtime.set_loss_scale(loss_scale, float(engine.normalizer.last_num_targets))
-        inputs = engine.batch_sharder.pipeline_microbatches(microbatches)
-        totals = self._pipeline.async_runtime.train_window(inputs, update, lr)
-        counted = square + nonfinite if engine.parallel.token_axis.index == 0 else nonfinite
-        values = torch.cat([totals, counted[None]])
+            runtime.expect_targets(float(engine.normalizer.last_num_targets))
+        inputs, scale = engine.batch_sharder.pipeline_microbatches(microbatches), runtime.loss_scaler.scale
+        totals = runtime.train_window(inputs, update, lr)
+        first_replica = engine.parallel.token_axis.index == 0
+        counted = square + nonfinite if first_replica else nonfinite
+        # The last stage knows the scale.
+        scales = torch.tensor([scale, runtime.loss_scaler.scale], dtype=torch.float64, device=device)
+        values = torch.cat([totals, counted[None], scales * float(first_replica and runtime.is_last)])
         reduction = engine.normalizer.axis.start_all_reduce(values)
         engine.expert_loads.end_window()
 
         def read() -> Sequence[float]:
             reduction.wait()
-            loss_sum, num_targets, squared_norm = values.tolist()
-            return loss_sum, num_targets, squared_norm**0.5, loss_scale, loss_scale
+            loss_sum, num_targets, squared_norm, *loss_scales = values.tolist()
+            return loss_sum, num_targets, squared_norm**0.5, *loss_scales
 
         return StepResult(read, start_host_copy(slice_norms))
 

@@ -18,6 +18,7 @@ from echelon.models.model_config import ModelConfig
 from echelon.models.model_dir import is_model_dir
 from echelon.models.user_model import factory_spec
 from echelon.pipeline.schedules import schedule_file_error
+from echelon.training.run.budget_check import run_budget_issues
 from echelon.training.start_training import default_procs
 from echelon.verification.fold_layout import DEFAULT_MAX_RANKS
 from echelon.verification.layout_case import case_for_layout
@@ -67,7 +68,11 @@ class VerifyRequest:
         with collect_faults(issues):
             config = Config.load(self.config, self.settings) if self.config or self.settings else None
         if not layouts and config and config.layout:
-            layouts = str(Layout.parse(config.layout, world=default_procs(config)).replace(microbatch=1))
+            procs = default_procs(config)
+            layouts = str(Layout.parse(config.layout, world=procs).replace(microbatch=1))
+            issues += run_budget_issues(
+                config, procs
+            )  # of the model's own sizes: the reduced one gets a budget of its own
         with collect_faults(issues):
             case = make_case(self.model or (config.model if config else "llama-tiny"))
         replaced: tuple[Replacement, ...] = ()

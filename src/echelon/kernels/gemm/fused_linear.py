@@ -8,6 +8,7 @@ writes into the group's gradient buffer (`write_gradient`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -91,18 +92,39 @@ def fused_linear(
     if has_torch_function_unary(x):
         result: Tensor = handle_torch_function(fused_linear, (x,), x, weights, biases, gemms)
         return result
-    recomputable = tensor_metadata.read(x).recompute is not None
-    if dispatch.use_triton(x) or (recomputable and not dispatch.autocast_enabled(x)):
-        given = [bias for bias in biases if bias is not None]
-        weight, bias = concat_view(weights), concat_view(given) if given else None
-        biases_fit = not given or (bias is not None and len(given) == len(weights))
-        if weight is not None and weight.dtype == x.dtype and biases_fit:
-            chosen = gemms if gemms.supports(weight) else PLAIN_GEMMS
-            grad_enabled = torch.is_grad_enabled()
-            out: Tensor = _FusedLinear.apply(x, weight, bias, chosen, grad_enabled, len(weights), *weights, *given)
-            return out
+    operands = gemm_operands(x, weights, biases, gemms)
+    if operands is not None:
+        given, grad_enabled = [bias for bias in biases if bias is not None], torch.is_grad_enabled()
+        gemm = (operands.weight, operands.bias, operands.gemms)
+        out: Tensor = _FusedLinear.apply(x, *gemm, grad_enabled, len(weights), *weights, *given)
+        return out
     outputs = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+
+@dataclass(frozen=True)
+class GemmOperands:
+    """Linear layers that read one input, as one GEMM."""
+
+    weight: Tensor
+    """all weights, one below the other, without a copy"""
+    bias: Tensor | None
+    gemms: LinearGemms
+
+
+def gemm_operands(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], gemms: LinearGemms
+) -> GemmOperands | None:
+    """Return the one GEMM that computes linear layers; None where torch computes each of them."""
+    recomputable = tensor_metadata.read(x).recompute is not None
+    if not dispatch.use_triton(x) and (not recomputable or dispatch.autocast_enabled(x)):
+        return None
+    given = [bias for bias in biases if bias is not None]
+    weight, bias = concat_view(weights), concat_view(given) if given else None
+    biases_fit = not given or (bias is not None and len(given) == len(weights))
+    if weight is None or weight.dtype != x.dtype or not biases_fit:
+        return None
+    return GemmOperands(weight, bias, gemms if gemms.supports(weight) else PLAIN_GEMMS)
 
 
 def concat_view(matrices: Sequence[Tensor]) -> Tensor | None:

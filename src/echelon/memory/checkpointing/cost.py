@@ -110,6 +110,17 @@ def segment_length(recompute: str, *, layers: float, in_flight: float = 1) -> in
     return max(1, min(length, math.ceil(layers)))
 
 
+def budget_bytes(recompute: str) -> float:
+    """Return the bytes of `budget:NGiB`."""
+    return float(recompute.partition(":")[2].removesuffix("GiB")) * GIB
+
+
+def sufficient_budget(minimum: float) -> str:
+    """Return the smallest sufficient budget, to three digits."""
+    digits = max(0, 3 - math.ceil(math.log10(minimum / GIB)))
+    return f"budget:{math.ceil(minimum / GIB * 10**digits) / 10**digits:.{digits}f}GiB"
+
+
 def recompute_work(
     recompute: str,
     *,
@@ -127,7 +138,7 @@ def recompute_work(
     recomputation takes. With `materialized_scores`, recomputing core attention ends with the scores: attention's
     output is saved.
     """
-    name, _, number = recompute.partition(":")
+    name = recompute.partition(":")[0]
     if name in ("full", "every", "sqrt"):
         every = segment_length(recompute, layers=layers)
         return RecomputeWork(forward=1.0, saved=0.0, inputs=1 / every, segment_layers=every)
@@ -136,7 +147,7 @@ def recompute_work(
     if name == "ops":
         return RecomputeWork(elementwise=elementwise_cost, saved=1 - elementwise_share)
     if name == "budget":
-        bytes_per_layer = float(number.removesuffix("GiB")) * GIB / max(layers, 1.0)
+        bytes_per_layer = budget_bytes(recompute) / max(layers, 1.0)
         ops_bytes = (1 - elementwise_share) * layer_bytes
         if bytes_per_layer >= ops_bytes:
             share = min(1.0, max(0.0, (layer_bytes - bytes_per_layer) / max(layer_bytes - ops_bytes, 1.0)))

@@ -11,7 +11,6 @@ temporaries of operators.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
@@ -35,7 +34,7 @@ from echelon.memory.checkpointing.checkpoint_policy import (
     recomputing_modules,
 )
 from echelon.memory.checkpointing.checkpoint_wrapper import CheckpointedLayer, iter_tensors, map_tensors
-from echelon.memory.checkpointing.cost import GIB, RecomputeWork
+from echelon.memory.checkpointing.cost import GIB, RecomputeWork, budget_bytes, sufficient_budget
 from echelon.memory.checkpointing.knapsack import CheckpointOption, peak_bytes, solve_knapsack, total_seconds
 from echelon.memory.checkpointing.saved_inputs import save_as_is
 from echelon.models.attention import CoreAttention
@@ -105,7 +104,7 @@ class MemoryBudget(CheckpointedLayers):
         super().__init__()
         self.policy, self.recompute = policy, recompute
         self.all_reduce_max, self.all_reduce_sum = all_reduce_max, all_reduce_sum
-        self.budget = float(recompute.partition(":")[2].removesuffix("GiB")) * GIB
+        self.budget = budget_bytes(recompute)
         here = [[name for name in part.names if policy.is_on_this_stage(name)] for part in stages]
         self.layer_names = [name for names in here for name in names]
         self.in_flight = [
@@ -244,7 +243,7 @@ class MemoryBudget(CheckpointedLayers):
             raise ValueError(
                 f"recompute={self.recompute} is too small to recompute every layer ({minimum / GIB:.4g} GiB for "
                 f"the inputs of {len(self.layer_names)} layers and the activations of one); use "
-                f"recompute={_sufficient_budget(minimum)} or more, or a smaller microbatch"
+                f"recompute={sufficient_budget(minimum)} or more, or a smaller microbatch"
             )
         self.chosen = self._solve() or smallest
         self._apply_forms([option.form for option in self.chosen])
@@ -296,12 +295,6 @@ class MemoryBudget(CheckpointedLayers):
             f"{self.peak_bytes / GIB:.4g} of {self.budget / GIB:.4g} GiB at the peak, for {share:.0%} of the time of "
             "recomputing every layer"
         )
-
-
-def _sufficient_budget(minimum: float) -> str:
-    """Return the smallest sufficient budget, to three digits."""
-    digits = max(0, 3 - math.ceil(math.log10(minimum / GIB)))
-    return f"budget:{math.ceil(minimum / GIB * 10**digits) / 10**digits:.{digits}f}GiB"
 
 
 def _forward_in_core(storages: _SavedStorages, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

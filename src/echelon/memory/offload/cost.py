@@ -19,6 +19,10 @@ HOST_UPDATE_BYTES_PER_S = 1.1e11
 """bytes that the host's update moves per second: 16 cores beside an H200, AdamW in float32"""
 LOW_PRECISION_STATE_SECONDS = {"bfloat16": 8e-9, "int8": 1.3e-8}
 """additional seconds per element with such moments: torch has no fused kernel for them"""
+PAGE_BYTES = 1 << 30
+"""states that are copied to the device together where it updates them; a parameter group that is larger goes alone"""
+NUM_PAGES = 3
+"""pages on the device at once: one arrives, one is updated, one leaves"""
 STATE_BYTES = 12
 """per parameter: master weight and moments of AdamW in float32"""
 
@@ -29,10 +33,22 @@ class OffloadTraffic:
 
     link_bytes: float = 0.0
     """bytes between device and host"""
+    page_bytes: float = 0.0
+    """bytes each way during an update on the device"""
     host_updated_params: float = 0.0
     """parameters that the host updates"""
     disk_bytes: float = 0.0
     """bytes to and from disk"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedUpdate:
+    """States on the host that the device updates (optim/paged_optimizer.py)."""
+
+    state_bytes: int
+    """bytes of master weights and optimizer states"""
+    host_gradient_bytes: Mapping[str, int]
+    """bytes per element of each group's gradient on the host, 0 where it is on the device"""
 
 
 def offload_traffic(
@@ -45,27 +61,31 @@ def offload_traffic(
     gradient_bytes: int,
     state_bytes: float = STATE_BYTES,
     offloaded_share: float = 1.0,
+    updates_on_device: bool = False,
+    early_gradients: bool = False,
 ) -> OffloadTraffic:
     """Return a rank's traffic; only its own shard of the parameters crosses its link.
 
     `shard_params` are the parameters of its shard, `activation_bytes` those of a microbatch, `state_bytes` those of a
-    parameter, and `offloaded_share` the share of the states that is off the device.
+    parameter, and `offloaded_share` the share of the states that is off the device. Where the device updates them, the
+    states travel each way, and gradients that are on the host, such as `early_gradients`, return.
     """
     parts, offloaded = offload.split("+"), offloaded_share * shard_params
-    link = disk = 0.0
+    link = disk = page = 0.0
     if "params" in parts:
         link += accumulate * offloaded * (gradient_bytes + 2 * compute_bytes)
-    elif offloads_optimizer(offload):
-        link += offloaded * (gradient_bytes + compute_bytes)
+    elif offloads_optimizer(offload) and (early_gradients or not updates_on_device):
+        link += offloaded * (gradient_bytes + (0 if updates_on_device else compute_bytes))
+    if offloads_optimizer(offload) and updates_on_device:
+        page += offloaded * (state_bytes + (gradient_bytes if early_gradients or "params" in parts else 0))
     if "activations" in parts:
         link += 2 * accumulate * activation_bytes
     if "disk" in parts:
         disk += 2 * state_bytes * offloaded
         if "params" in parts:
             disk += (2 * accumulate + 1) * compute_bytes * offloaded
-    return OffloadTraffic(
-        link_bytes=link, host_updated_params=offloaded if offloads_optimizer(offload) else 0.0, disk_bytes=disk
-    )
+    host_updated = offloaded if offloads_optimizer(offload) and not updates_on_device else 0.0
+    return OffloadTraffic(link_bytes=link, page_bytes=page, host_updated_params=host_updated, disk_bytes=disk)
 
 
 def host_update_seconds(moment_bytes: float, states: str = "float32", *, gradient_on_host: bool) -> float:
@@ -88,13 +108,15 @@ def step_link_bytes(
     last: str = "",
     stages: Mapping[str, int] | None = None,
     recomputed: Container[str] = (),
+    paged: PagedUpdate | None = None,
 ) -> dict[str, int]:
     """Return the exact bytes that one step moves for offloaded groups: gradients to the host, parameters to the device.
 
     `gradient_bytes` are per element of each group's gradient. `last` is the layer that backward needs first, which is
     not freed in between. In a pipeline `stages` is the number of a rank's stages that use each group: there a group
     that stays unsharded is copied once a step, and gradients are copied after the backward of every stage. Groups in
-    `recomputed` are inside checkpointed layers, for which they are copied once more.
+    `recomputed` are inside checkpointed layers, for which they are copied once more. A `paged` update copies states to
+    the device and back, and gradients only where they are on the host: there and back.
     """
     down = up = 0
     for group in groups:
@@ -104,9 +126,32 @@ def step_link_bytes(
         if stages is not None and group.stays_unsharded:
             copies_up = 1
         copies_down = accumulate * (stages[group.name] if stages is not None else 1)
+        if paged is not None and not with_params:
+            down += 2 * group.shard_numel * paged.host_gradient_bytes[group.name]
+            continue
         down += group.shard_numel * gradient_bytes[group.name] * (copies_down if with_params else 1)
         up += group.shard_numel * compute_bytes * (copies_up if with_params else 1)
-    return {"gradients": down, "parameters": up}
+        down += group.shard_numel * paged.host_gradient_bytes[group.name] if paged is not None else 0
+    moved = {"gradients": down, "parameters": up}
+    return moved if paged is None else moved | {"states": 2 * paged.state_bytes}
+
+
+def split_into_pages(sizes: Sequence[int], page_bytes: int) -> list[slice]:
+    """Join neighbouring parameter groups of these bytes to pages of at most `page_bytes`, if one does not exceed it."""
+    pages: list[slice] = []
+    start, filled = 0, 0
+    for index, size in enumerate(sizes):
+        if index > start and filled + size > page_bytes:
+            pages.append(slice(start, index))
+            start, filled = index, 0
+        filled += size
+    return [*pages, slice(start, len(sizes))] if sizes else []
+
+
+def pages_on_device(sizes: Sequence[int], page_bytes: int = PAGE_BYTES) -> int:
+    """Return the largest bytes of pages that the device holds at once during an update."""
+    pages = [sum(sizes[part]) for part in split_into_pages(sizes, page_bytes)]
+    return max((sum(pages[index : index + NUM_PAGES]) for index in range(len(pages))), default=0)
 
 
 def resident_bytes(

@@ -53,7 +53,8 @@ class LAMB(ShardedOptimizer):
                     self._norm_stats.view(squares, shard).view(2, -1)[:, rectangle.matrix_index] += sums
         self._norm_stats.all_reduce(squares)
         for shard in self._shards:
-            rates = torch.full((1,), lr * shard.lr_factor, dtype=squares.dtype, device=squares.device)
+            # Of this dtype, not of the norms: a parameter group without a matrix has none.
+            rates = torch.full((1,), lr * shard.lr_factor, dtype=dtype, device=self._step.device)
             if len(shard.param.shape) > 1:
                 weight_norm, update_norm = self._norm_stats.view(squares, shard).view(2, -1).sqrt()
                 trust_ratio = torch.where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0)

@@ -75,10 +75,16 @@ class ParamGradHook:
 
     def add_deferred_grad(self, left: Tensor, right: Tensor) -> None:
         """Accumulate the gradient left x right, deferred from an earlier backward pass."""
+        group = self._group()
+        assert group is not None
+        group.grads.accumulate_matmul(self.param, left, right)
+        self.mark_ready()
+
+    def mark_ready(self) -> None:
+        """Note that the gradients of a backward pass are complete."""
         group, sharded_model = self._group(), self._sharded_model()
         assert group is not None
         assert sharded_model is not None
-        group.grads.accumulate_matmul(self.param, left, right)
         if group.grads.mark_param_ready():
             sharded_model.on_grads_ready(group)
 

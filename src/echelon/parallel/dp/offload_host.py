@@ -44,6 +44,8 @@ class OffloadHost:
         """for parameters that are read ahead from disk"""
         self.paged = offloads_params(offload)
         """parameters and gradients live on the host too"""
+        self.updates_on_device = options.updates_on_device
+        """states are on the device during the update (optim/paged_optimizer.py)"""
 
 
 def buffer_bytes(max_numel: int, master: torch.dtype, compute: torch.dtype) -> int:

@@ -122,7 +122,10 @@ def available_host_bytes() -> int:
 
 
 def _min_host_share(context: TransformContext) -> float:
-    """Return the smallest share of the states that makes the rest fit; all of them without a GPU."""
+    """Return the smallest share of the states that makes the rest fit; all of them without a GPU.
+
+    All ranks of a stage offload the same groups: updates on the device have collectives.
+    """
     options, policy, groups = context.options, context.policy, context.placement.param_groups
     if options.device.type != "cuda":
         return 1.0
@@ -140,6 +143,8 @@ def _min_host_share(context: TransformContext) -> float:
         if not offloads_params(context.layout.offload):
             offloaded += parameters + (0 if final else gradients)
     numel, budget = sum(group.shard_numel for group in groups), free - working
-    return min_offloaded_share(
+    share = min_offloaded_share(
         groups, state_budget=budget, bytes_if_resident=resident / numel, bytes_if_offloaded=offloaded / numel
     )
+    agreed = torch.tensor(share, dtype=torch.float64, device=options.device)
+    return float(context.axes.get_or_add("replica*shard*cp*tp").all_reduce(agreed, op="max"))

@@ -29,12 +29,19 @@ def file_name(spec: ParamGroupSpec) -> str:
 
 
 class OffloadedStates:
-    """Master weights and optimizer states of a group, in host memory or on disk."""
+    """Master weights and optimizer states of a group, in host memory or on disk.
+
+    Where the device updates them, they are there during the update: the tensors are the same objects, and their memory
+    changes.
+    """
 
     def __init__(self, spec: ParamGroupSpec, host: OffloadHost, dtype: torch.dtype):
-        self.master = torch.zeros(spec.shard_numel, dtype=dtype)
+        self._link, self._pinned = host.link, host.updates_on_device and host.disk is None
+        self.master = self._host_memory(torch.empty(spec.shard_numel, dtype=dtype, device="meta")).zero_()
         self.optimizer_states: Callable[[], list[Tensor]] = list
-        """the optimizer's per-element states"""
+        """the optimizer's states without step counts"""
+        self._host_tensors: list[Tensor] = []
+        """host memory of tensors that are on the device"""
         self.store: DiskStore | None = None
         """the file of master weights and states, if they live on disk"""
         if host.disk is not None:
@@ -44,6 +51,34 @@ class OffloadedStates:
     def tensors(self) -> list[Tensor]:
         """Return master weights and states, in the order of the file."""
         return [self.master, *self.optimizer_states()]
+
+    def _host_memory(self, like: Tensor) -> Tensor:
+        """Allocate host memory for a tensor; pinned, if it is copied to the device and is not freed."""
+        if self._pinned:
+            return self._link.empty_pinned(like.numel(), like.dtype).view(like.shape)
+        return torch.empty(like.shape, dtype=like.dtype)
+
+    def fetch(self) -> CopyEvent:
+        """Move the tensors to the device; they are complete when the returned copy is."""
+        copy = COMPLETED
+        for tensor in self.tensors():
+            on_device = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._link.device)
+            copy = self._link.copy_to_device(tensor, on_device, "states")
+            self._host_tensors.append(tensor.data)
+            tensor.data = on_device
+        return copy
+
+    def evict(self) -> tuple[CopyEvent, list[Tensor]]:
+        """Move the tensors to the host; return the copy, and their device memory, to be held until it is complete."""
+        copy, device_memory = COMPLETED, []
+        for index, tensor in enumerate(self.tensors()):
+            if index == len(self._host_tensors):  # a new state
+                self._host_tensors.append(self._host_memory(tensor))
+            copy = self._link.copy_to_host(tensor, self._host_tensors[index], "states")
+            device_memory.append(tensor.data)
+            tensor.data = self._host_tensors[index]
+        self._host_tensors = []
+        return copy, device_memory
 
     def read(self) -> list[Tensor]:
         """Return copies of the tensors on disk."""
@@ -157,6 +192,12 @@ class OffloadedParams:
         self._read_ahead = None
         return destination
 
+    def publish_on_device(self, master: Tensor) -> None:
+        """Derive a shard on the device from master weights that were updated there."""
+        assert self.device_shard is not None
+        self.device_shard.copy_(master)
+        self.copy, self.is_stale = self.host.link.record_event(), False
+
     def publish(self, master: Tensor, after: CopyEvent) -> None:
         """Derive the shard from updated master weights: copy it to the device, or keep it for `fetch`."""
         if self.host_shard is not None:
@@ -187,6 +228,8 @@ class OffloadedGrad:
         """None if the update reads the gradient from the device"""
         if self.sends_early:
             self.buffer = host.link.empty_pinned(spec.shard_numel, self.dtype)
+        elif host.paged and host.updates_on_device:
+            self.buffer = host.link.empty_pinned(spec.shard_numel, sum_dtype).zero_()
         elif host.paged:
             self.buffer = torch.zeros(spec.shard_numel, dtype=sum_dtype)
         self.job: JobHandle = FINISHED

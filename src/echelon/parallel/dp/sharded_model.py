@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from echelon.kernels.gemm.fused_linear import ComputeGradient
 from echelon.layout.placement import Piece
 from echelon.models.pipeline_model import is_within
 from echelon.parallel.dp.grad_hook import ParamGradHook, grad_hook_of
@@ -197,6 +198,14 @@ class ShardedModel:
     def add_deferred_grad(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
         """Accumulate a parameter's deferred gradient, left x right, without a backward pass."""
         grad_hook_of(parameter).add_deferred_grad(left, right)
+
+    @torch.no_grad()
+    def add_deferred_gemm(self, parameters: Sequence[Tensor], compute: ComputeGradient) -> None:
+        """Accumulate the deferred gradients of adjacent parameters, which one GEMM computes."""
+        grad_hook_of(parameters[0]).receive(parameters, compute)
+        for parameter in parameters:
+            if parameter.requires_grad:
+                grad_hook_of(parameter).mark_ready()
 
     def on_grads_ready(self, group: ParamGroup) -> None:
         """Reshard a group whose gradients are complete, and launch reductions."""

@@ -65,7 +65,7 @@ class SavedActivations:
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
-    deferred: list[split_backward.WeightGradInputs] = field(default_factory=list)
+    deferred: list[split_backward.DeferredGrad] = field(default_factory=list)
     """the matmuls of weight gradients that W will compute"""
 
 
@@ -263,8 +263,9 @@ class PipelineRuntime:
         """Compute the weight gradients that the first half of backward deferred."""
         self._set_microbatch(self._microbatches[m], stage, m)
         unshard = partial(self.param_groups.unshard_layers, self.local_stages.index(stage))
+        model = self.parallel.sharded_model
         split_backward.compute_weight_grads(
-            self._saved[stage, m].deferred, self.parallel.sharded_model.add_deferred_grad, unshard
+            self._saved[stage, m].deferred, model.add_deferred_grad, model.add_deferred_gemm, unshard
         )
 
     def _stage_input(self, stage: int, m: int, inputs: Sequence[Tensor]) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from echelon.memory.offload import cost as offload_cost
 from echelon.memory.offload.cost import OffloadTraffic, offload_traffic
+from echelon.optim import offload_support
 from echelon.parallel.tp import cost as tp_cost
 from echelon.pipeline.schedules.bubble_time import INTERLEAVED
 from echelon.planning.cluster.cluster import HOST_DEVICES
@@ -16,7 +17,7 @@ from echelon.planning.cost.cp_traffic import computed_attention, cp_traffic
 from echelon.planning.cost.elementwise_traffic import elementwise_traffic
 from echelon.planning.cost.expert_traffic import expert_traffic
 from echelon.planning.cost.memory_model import offloaded_share
-from echelon.planning.cost.optimizer_update import update_work
+from echelon.planning.cost.optimizer_update import optimizer_state_bytes, update_work
 from echelon.planning.cost.param_group_traffic import param_groups, weight_traffic
 from echelon.planning.cost.recompute_cost import compression_traffic, microbatch_saved_bytes, recompute_shares
 from echelon.planning.model.model_shape import COLUMN_PARALLEL, ROUTER, ROW_PARALLEL, MatmulShape
@@ -208,7 +209,10 @@ def _dp_traffic(scenario: Scenario, wire_bytes: float) -> step_work.DpTraffic:
 
 
 def _offload_traffic(scenario: Scenario, num_params: float) -> OffloadTraffic:
-    layout = scenario.layout
+    layout, rule = scenario.layout, scenario.optimizer
+    state_bytes: float = NUM_MOMENTS * scenario.moment_bytes
+    if rule is not None:
+        state_bytes = optimizer_state_bytes(scenario, rule, 0) / max(1.0, num_params)
     return offload_traffic(
         layout.offload,
         shard_params=num_params,
@@ -216,8 +220,10 @@ def _offload_traffic(scenario: Scenario, num_params: float) -> OffloadTraffic:
         accumulate=layout.accumulate,
         compute_bytes=scenario.element_bytes,
         gradient_bytes=scenario.gradient_bytes,
-        state_bytes=4 + NUM_MOMENTS * scenario.moment_bytes,
+        state_bytes=4 + state_bytes,
         offloaded_share=offloaded_share(scenario),
+        updates_on_device=rule is not None and offload_support.updates_on_device(rule),
+        early_gradients=not scenario.sharding_policy.accumulates_grads,
     )
 
 
@@ -233,6 +239,7 @@ def _offload_work(scenario: Scenario, traffic: OffloadTraffic) -> step_work.Offl
     return step_work.OffloadWork(
         host_bandwidth=measured or cluster.device.host_link.bandwidth,
         link_bytes=traffic.link_bytes,
+        page_bytes=traffic.page_bytes,
         num_params=traffic.host_updated_params,
         params_per_second=1 / param_seconds / ranks_per_host,
         disk_seconds=traffic.disk_bytes / (cluster.disk_bandwidth / ranks_per_host),

@@ -19,7 +19,8 @@ is at one of these points:
     at the first layer   all but the embedding's          one layer's    the same
     at the embedding     all                              none           the embedding's once more, before its reduction
 
-With several microbatches or stages, gradients of earlier ones are allocated at all of them.
+With several microbatches or stages, gradients of earlier ones are allocated at all of them. An update on the device of
+states that are on the host is one more point: all gradients, no activations, and three pages of states.
 """
 
 from __future__ import annotations
@@ -36,7 +37,12 @@ from echelon.planning.cluster.cluster import HOST_DEVICES
 from echelon.planning.cluster.device_kinds import GIB
 from echelon.planning.cost.activation_memory import layer_input_bytes, layers_in_flight, saved_tensor_bytes
 from echelon.planning.cost.cp_traffic import cp_working_bytes
-from echelon.planning.cost.optimizer_update import live_gradient_bytes, optimizer_state_bytes, updates_in_backward
+from echelon.planning.cost.optimizer_update import (
+    live_gradient_bytes,
+    optimizer_state_bytes,
+    paged_group_bytes,
+    updates_in_backward,
+)
 from echelon.planning.cost.param_group_traffic import (
     OUTSIDE_GROUP,
     dense_parameters,
@@ -141,6 +147,12 @@ def _peak_after_offload(
 ) -> dict[str, int]:
     sizes = {group.name: n * group.shard_numel for group, n in param_groups(scenario, stage)}
     outside_share = sizes.get(OUTSIDE_GROUP, 0) / max(1, sum(sizes.values()))
+    if paged := paged_group_bytes(scenario, stage):
+        # The update comes after backward: no activations, but pages of states (optim/paged_optimizer.py).
+        working = min(offload_cost.pages_on_device(paged), share * sum(paged))
+        gradients = max(candidate["gradients"] for candidate in candidates)
+        empty = dict.fromkeys(("activations", "logits"), 0.0)
+        candidates = [*candidates, {**candidates[0], **empty, "gradients": gradients, "working": working}]
     return _peak(
         resident_bytes(
             scenario.layout.offload,

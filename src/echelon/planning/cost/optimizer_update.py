@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import prod
+from math import ceil, prod
 
-from echelon.optim import cost
+from echelon.memory.offload.cost import PAGE_BYTES, offloads_optimizer, split_into_pages
+from echelon.optim import cost, offload_support
 from echelon.optim.cost import NEWTON_SCHULZ_STEPS
 from echelon.optim.optimizer_groups import is_muon_matrix
 from echelon.optim.update_rule import UpdateRule
@@ -20,6 +21,9 @@ from echelon.planning.cost.param_group_traffic import OUTSIDE_GROUP, param_group
 from echelon.planning.cost.step_work import UpdateWork
 from echelon.planning.model.model_shape import LayerShape
 from echelon.planning.scenario import NUM_MOMENTS, Scenario
+
+MAX_PAGED_LAYERS = 4096
+"""layers whose pages are counted one by one"""
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,24 @@ def live_gradient_bytes(scenario: Scenario) -> int:
     return scenario.gradient_bytes * (2 * largest_layer + outside)
 
 
+def paged_group_bytes(scenario: Scenario, stage: int) -> list[int]:
+    """State bytes of the parameter groups that the device updates while they live on the host, in the update's order.
+
+    Empty where the host updates, or nothing is offloaded.
+    """
+    rule = scenario.optimizer
+    if rule is None or not (offloads_optimizer(scenario.layout.offload) and offload_support.updates_on_device(rule)):
+        return []
+    groups = sorted(param_groups(scenario, stage), key=lambda item: item[0].name != OUTSIDE_GROUP)
+    numel = sum(n * group.shard_numel for group, n in groups)
+    per_element = scenario.master_bytes + optimizer_state_bytes(scenario, rule, stage) / max(1.0, numel)
+    return [
+        size
+        for group, n in groups
+        for size in [round(group.shard_numel * per_element)] * min(ceil(n), MAX_PAGED_LAYERS)
+    ]
+
+
 def update_work(scenario: Scenario, num_params: float) -> UpdateWork:
     """Count the update of `num_params` parameters on the device."""
     rule = scenario.optimizer
@@ -125,6 +147,8 @@ def update_work(scenario: Scenario, num_params: float) -> UpdateWork:
     if not scenario.has_kernels and (rule is None or rule.name in ("adamw", "sgd")):
         traffic = 0.0  # what other frameworks move: step_time.py
     communication = update_comm(scenario, rule) if rule is not None else UpdateWork()
+    pages = split_into_pages(paged_group_bytes(scenario, 0), PAGE_BYTES)
+    communication = replace(communication, num_collectives=communication.num_collectives * max(1, len(pages)))
     return replace(communication, num_params=num_params, memory_bytes=traffic * num_params)
 
 

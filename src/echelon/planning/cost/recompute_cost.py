@@ -13,9 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from echelon.layout.validation_error import ValidationIssue
 from echelon.memory.checkpointing.checkpoint_options import LayerMeasurement, checkpoint_options
-from echelon.memory.checkpointing.cost import GIB, RecomputedLayers, segment_length
-from echelon.memory.checkpointing.knapsack import CheckpointOption, solve_knapsack
+from echelon.memory.checkpointing.cost import GIB, RecomputedLayers, budget_bytes, segment_length, sufficient_budget
+from echelon.memory.checkpointing.knapsack import CheckpointOption, peak_bytes, solve_knapsack
 from echelon.parallel.ep.cost import MAX_LOAD_FACTOR
 from echelon.planning.cost.activation_memory import (
     dropout_mask_bytes,
@@ -30,6 +31,11 @@ from echelon.planning.cost.elementwise_traffic import elementwise_traffic
 from echelon.planning.cost.step_work import RecomputeShares
 from echelon.planning.model.model_shape import LayerShape
 from echelon.planning.scenario import FULL_LAYER_POLICIES, Scenario
+
+BUDGET_SLACK = 0.97
+"""share of the predicted smallest budget that is not refused: the prediction may exceed the measurement a little"""
+AllOptions = tuple[tuple[tuple[CheckpointOption, ...], int], ...]
+"""the options of every kind of layer, with the number of such layers"""
 
 
 @dataclass(frozen=True)
@@ -146,20 +152,52 @@ def recomputed_layers(scenario: Scenario) -> RecomputedLayers:
 
 def _solve_budget(scenario: Scenario) -> RecomputePlan:
     """Solve for the forms: see [Note: a budget]. If `full` exceeds it, all layers are `full`, which a run refuses."""
+    options, layers, in_flight = _budget_problem(scenario)
+    return _solve_forms(options, layers, in_flight, budget_bytes(scenario.layout.recompute))
+
+
+def _budget_problem(scenario: Scenario) -> tuple[AllOptions, int, int]:
+    """Return the options of every kind of layer, the layers of a chunk, and the microbatches of them in flight."""
     options = tuple((tuple(layer_checkpoint_options(scenario, layer)), n) for layer, n in scenario.shape.layers)
     layers = _layers_per_chunk(scenario)
-    in_flight = max(1, round(layers_in_flight(scenario, 0) / layers))
-    budget = float(scenario.layout.recompute.partition(":")[2].removesuffix("GiB")) * GIB
-    return _solve_forms(options, layers, in_flight, budget)
+    return options, layers, max(1, round(layers_in_flight(scenario, 0) / layers))
+
+
+def smallest_budget(scenario: Scenario) -> float:
+    """Return the bytes of the smallest budget: every layer is recomputed."""
+    options, layers, in_flight = _budget_problem(scenario)
+    stage = [some[-1] for some in _stage_options(options, layers)]
+    return peak_bytes(stage, [in_flight] * len(stage))
+
+
+def budget_issues(scenario: Scenario, *, element_scale: float = 1.0) -> list[ValidationIssue]:
+    """Return the issue of a budget that cannot hold what remains if every layer is recomputed.
+
+    A run measures its layers and decides to the byte: what this refuses, it would refuse after ranks have started.
+    `element_scale` multiplies the bytes, for a dtype that is not priced (float64).
+    """
+    recompute = scenario.layout.recompute
+    if not recompute.startswith("budget:"):
+        return []
+    minimum = element_scale * smallest_budget(scenario)
+    if budget_bytes(recompute) >= BUDGET_SLACK * minimum:
+        return []
+    needed = f"{minimum / GIB:.4g} GiB for the inputs of the layers and the activations of one"
+    message = f"is too small to recompute every layer ({needed})"
+    legal = f"{sufficient_budget(minimum)} or more, or a smaller microbatch"
+    return [ValidationIssue(key="recompute", value=recompute, message=message, legal=legal)]
+
+
+def _stage_options(options: AllOptions, layers: int) -> list[tuple[CheckpointOption, ...]]:
+    """List the options of each layer of a stage."""
+    total = sum(n for _, n in options)
+    return [some for some, n in options for _ in range(max(1, round(n * layers / total)))]
 
 
 @lru_cache(maxsize=512)
-def _solve_forms(
-    options: tuple[tuple[tuple[CheckpointOption, ...], int], ...], layers: int, in_flight: int, budget: float
-) -> RecomputePlan:
+def _solve_forms(options: AllOptions, layers: int, in_flight: int, budget: float) -> RecomputePlan:
     """`options` of every kind of layer, with the number of such layers."""
-    total = sum(n for _, n in options)
-    stage = [some for some, n in options for _ in range(max(1, round(n * layers / total)))]
+    stage = _stage_options(options, layers)
     solution = solve_knapsack(stage, [in_flight] * len(stage), budget)
     forms = [option.form for option in solution] if solution is not None else ["full"] * len(stage)
     return RecomputePlan(tuple((form, forms.count(form) / len(forms)) for form in sorted(set(forms))))

@@ -236,7 +236,7 @@ def step_times(work: StepWork, c: Constants = FITTED_CONSTANTS) -> StepTimes:
         bubble=bubble,
         dp=_exposed_dp_time(work, c, busy),
         update=_update_time(work, c),
-        offload=_offload_time(work, busy),
+        offload=_offload_time(work, busy, _update_time(work, c)),
         rest=c.step_overhead * np.where(work.dp.ranks * work.microbatch.tp.ranks * pp > 1, 1.0, c.single_device_share),
     )
 
@@ -290,8 +290,10 @@ def _update_time(work: StepWork, c: Constants) -> Number:
     return memory + (gemms + transfers + rates.latency * update.num_collectives)
 
 
-def _offload_time(work: StepWork, busy: Number) -> Number:
+def _offload_time(work: StepWork, busy: Number, update: Number) -> Number:
+    """Time the transfers that compute does not hide; pages of states are hidden by the update alone."""
     offload = work.offload
+    pages = np.maximum(0.0, offload.page_bytes / offload.host_bandwidth - update)
     exposed = exposed_time(offload.link_bytes / offload.host_bandwidth, busy)
     transfers = np.where(offload.link_bytes > 0, exposed, 0.0)
-    return transfers + offload.num_params / offload.params_per_second + offload.disk_seconds
+    return transfers + pages + offload.num_params / offload.params_per_second + offload.disk_seconds

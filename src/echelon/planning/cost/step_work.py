@@ -229,6 +229,8 @@ class OffloadWork:
     host_bandwidth: Number
     """bytes per second"""
     link_bytes: Number
+    page_bytes: Number
+    """each way during an update on the device, whose states are on the host"""
     num_params: Number
     """that the host updates for this rank"""
     params_per_second: Number

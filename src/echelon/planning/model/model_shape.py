@@ -158,6 +158,8 @@ class ModelShape:
     tied: bool = False
     max_seq_len: int = 0
     """longest sequence, a limit for learned positions; 0: not stated"""
+    traced_seq_len: int = 0
+    """tokens of a row of a custom model's batch; 0: not traced"""
     position_parameters: int = 0
     """a table of learned positions"""
     other_parameters: int = 0

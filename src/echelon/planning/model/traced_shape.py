@@ -82,6 +82,7 @@ def build_shape(name: str, counts: ModuleCounts) -> ModelShape:
         layers=tuple((layer, len(list(run))) for layer, run in groupby(layers)),
         tied=ends.head is not None and ends.head.weight == ends.token_table,
         max_seq_len=max((rows for rows, _ in positions), default=0),
+        traced_seq_len=counts.seq_len,
         position_parameters=sum(map(prod, positions)),
         experts=max((gemm.experts for gemm in expert_gemms), default=0),
         top_k=round(max((gemm.token_share for gemm in expert_gemms), default=0)),

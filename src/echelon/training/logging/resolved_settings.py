@@ -211,7 +211,12 @@ def _offload_settings(engine: Engine) -> Iterator[ResolvedSetting]:
         moved = step_comm_volume.host_transfer_bytes(engine)
         down, up = format_bytes(moved["gradients"]), format_bytes(moved["parameters"])
         text = f"{down} of gradients to the host, {up} of parameters to the device, per rank and step"
-        yield "transfers", text, "overlapped with compute"
+        why = "overlapped with compute"
+        if "states" in moved:
+            text = ", ".join(f"{format_bytes(size)} of {name}" for name, size in moved.items() if size)
+            text = f"{text}, both ways together, per rank and step"
+            why = f"{engine.update_rule.name} updates on the device, page by page"
+        yield "transfers", text, why
     elif offload_cost.offloads_optimizer(engine.layout.offload):
         yield "offload", "nothing", "all states fit the device"
     if offload.activation_offload is not None:

@@ -14,12 +14,12 @@ from echelon.config.sections import OptimizerConfig
 from echelon.launch.world import local_world_size, under_launcher
 from echelon.layout import ValidationError, ValidationIssue
 from echelon.models import model_config, user_model
-from echelon.models.model_config import ModelConfig
 from echelon.optim import cost
 from echelon.planning.cluster.cluster import Cluster, NodeGroup, local_cluster
 from echelon.planning.explain.reasons import explain_infeasible
 from echelon.planning.memory_options import MemoryOptions
-from echelon.planning.model.model_sources import config_shape
+from echelon.planning.model.model_shape import ModelShape
+from echelon.planning.model.model_sources import config_shape, resolve_shape
 from echelon.planning.priced_plan import Plan
 from echelon.planning.scenario import NUM_MOMENTS, PlanRequest
 from echelon.planning.search.layout_search import least_memory_plan, search_plans
@@ -104,15 +104,19 @@ def best_plan(config: Config, procs: int | None) -> Plan:
 
 def plan_request_of(config: Config, ranks: int | None) -> PlanRequest:
     """Return the planner's request for this run on `ranks` ranks, or on one rank per device of this machine."""
+    cluster = _cluster_of_ranks(ranks, config.device)
+    if user_model.is_user_model(config.model):
+        shape = resolve_shape(config.model)  # traced
+        return replace(plan_request_on(config, shape, cluster), seq_len=max(1, shape.traced_seq_len))
     model = config.override_model(model_config.find_model(config.model))
-    return plan_request_on(config, model, _cluster_of_ranks(ranks, config.device))
+    return plan_request_on(config, config_shape(model), cluster)
 
 
-def plan_request_on(config: Config, model: ModelConfig, cluster: Cluster) -> PlanRequest:
+def plan_request_on(config: Config, shape: ModelShape, cluster: Cluster) -> PlanRequest:
     """Return the planner's request for this run of a model on a cluster."""
     gradients = {"master": "float32", "same": config.dtype}.get(config.precision.reduce, config.precision.reduce)
     return PlanRequest(
-        shape=config_shape(model),
+        shape=shape,
         cluster=cluster,
         batch=config.batch,
         seq_len=config.seq_len,

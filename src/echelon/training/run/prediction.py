@@ -16,6 +16,7 @@ from echelon.models.model_config import ModelConfig
 from echelon.planning.cluster.cluster import Cluster, NodeGroup, local_cluster
 from echelon.planning.cost.memory_model import stage_memory
 from echelon.planning.cost.rank_placement import place_ranks
+from echelon.planning.model.model_sources import config_shape
 from echelon.planning.priced_plan import price
 from echelon.planning.scenario import Scenario
 from echelon.training.run.auto_layout import PRECISION_NAMES, plan_request_on
@@ -72,7 +73,7 @@ def scenario_transient_bytes(scenario: Scenario) -> int:
 
 
 def scenario_of(config: Config, layout: Layout, shape: ModelConfig, cluster: Cluster) -> Scenario:
-    request = plan_request_on(config, shape, cluster)
+    request = plan_request_on(config, config_shape(shape), cluster)
     return replace(request, host_share=config.memory.host).scenario(layout)
 
 
