@@ -106,6 +106,26 @@ def test_an_overflow_of_one_stage_leaves_out_its_update_alone(pool: RankPool, la
     assert found[0][1][0] == 64.0
 
 
+def resumed(layout: str) -> float:
+    """On a rank: the loss scale in the seed of backward, after a step that is not the first of its run."""
+    engine = Engine(
+        models.build(tiny(layers=3), "meta", dtype=torch.float64),
+        layout,
+        SGD,
+        options=float64(),
+        loss_scale=LossScale(start=1024.0),
+    )
+    engine.num_steps = 7
+    count = engine.step(batch_of(tiny(layers=3), 4)).count
+    engine.drain()
+    return engine.pipeline.async_runtime.grad_seed * count  # type: ignore[union-attr]
+
+
+def test_a_fixed_scale_holds_after_a_resume(pool: RankPool) -> None:
+    """It was set with the first step of a run alone: a resumed run went on without it."""
+    assert pool.run(resumed, 2, "pp=2,schedule=2bw,accumulate=4") == pytest.approx([1024.0, 1024.0])
+
+
 def half(layout: str, rows: int) -> tuple[list[float], list[bool], list[float]]:
     """On a rank: losses, skipped steps and scales of float16 from a scale that overflows, by the default settings."""
     config = Config.load(
