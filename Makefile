@@ -6,7 +6,7 @@ WORKERS ?= 2
 # The tests start hundreds of processes: what they import is compiled once.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test lint types suite soak bench clean
+.PHONY: help setup demo test lint types suite soak mutants bench clean
 
 help: ## list these commands
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 8
@@ -39,6 +39,9 @@ suite: setup ## run the tests, but for the long ones
 soak: setup ## run the long tests, and verify every layout
 	$(BIN)/python -m pytest -m soak
 	$(BIN)/echelon verify --all
+
+mutants: setup ## plant known bugs in a copy of src/: each must fail its test
+	$(BIN)/python tests/mutants/planted_bugs.py
 
 bench: setup ## measure what the library adds to a plain loop
 	$(BIN)/python bench/overhead.py

@@ -164,6 +164,15 @@ def test_the_index_round_trips_and_reports_missing_elements() -> None:
         short.check_complete()
 
 
+def test_an_element_that_is_stored_twice_does_not_stand_for_one_that_is_missing() -> None:
+    """As many elements as the tensor has, and two ranks that wrote the same rows."""
+    twice = [StoredSlice("part-00000.safetensors", 64 + 24 * n, ((0, 2), (0, 3)), (0, 0)) for n in range(2)]
+    files = {"part-00000.safetensors": FileRecord(64 + 48, "x")}
+    index = CheckpointIndex(3, {}, files, {"a": TensorRecord("F32", (4, 3), tuple(twice))})
+    with pytest.raises(ValueError, match="does not store every element exactly once"):
+        index.check_complete()
+
+
 def test_headers_are_what_safetensors_reads(tmp_path) -> None:
     from safetensors import safe_open
 

@@ -30,6 +30,12 @@ def test_wsd_is_constant_then_linear():
     assert values[80:] == pytest.approx([left / 20 for left in range(19, -1, -1)])
 
 
+def test_wsd_ends_at_the_final_fraction():
+    schedule = LRScheduleConfig(name="wsd", warmup=0, final=0.1, decay=0.2)
+    assert lr_factor(99, 100, schedule) == pytest.approx(0.1)
+    assert lr_factor(89, 100, schedule) == pytest.approx(0.1 + 0.9 / 2)
+
+
 def test_learning_rate_scales_the_peak():
     config = Config(optimizer=OptimizerConfig(lr=0.5), schedule=LRScheduleConfig(name="constant", warmup=0))
     assert learning_rate(3, 10, config) == 0.5

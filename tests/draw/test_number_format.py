@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.draw.number_format import format_time, ticks
+from echelon.draw.number_format import format_bytes, format_count, format_duration, format_time, percent, ticks
 
 
 def test_ticks_are_round():
@@ -28,3 +28,15 @@ def test_times_are_in_s_ms_or_us():
         "1.5 s",
     ]
     assert format_time(33.0, False) == "33"
+
+
+def test_bytes_are_binary_and_counts_decimal():
+    assert format_bytes(3 * 2**29) == "1.5 GiB"
+    assert format_bytes(28.2 * 2**20) == "28.2 MiB"
+    assert format_bytes(3.1 * 2**10) == "3.1 KiB"
+    assert [format_count(n) for n in (68_123, 1_500_000, 950, 2.5e12)] == ["68.1k", "1.50M", "950", "2.50T"]
+
+
+def test_shares_and_durations():
+    assert [percent(share) for share in (0.273, 0.0012, 0.0, 1.0)] == ["27.3 %", "0.12 %", "0.0 %", "100.0 %"]
+    assert [format_duration(s) for s in (12, 18_000, 3.2 * 86_400, 300)] == ["12 s", "5.0 h", "3.2 days", "5.0 min"]

@@ -31,6 +31,10 @@ def test_no_straggler():
     assert find_straggler(shares(0.05), [0]) is None
 
 
+def test_one_quick_rank_makes_no_straggler_of_the_others():
+    assert find_straggler(shares(0.02, 0.03, 0.03, 0.03), [0] * 4) is None
+
+
 def test_ranks_are_compared_within_their_stage():
     # The last stage has more work; rank 1 is slow among the ranks of the first stage.
     assert find_straggler(shares(0.03, 0.03, 0.05, 0.05), [0, 0, 1, 1]) is None

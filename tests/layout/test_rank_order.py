@@ -66,3 +66,12 @@ def test_one_node_needs_no_choice(dp, pp):
 def test_links_are_checked():
     with pytest.raises(ValueError, match="speeds above zero"):
         LinkSpeeds(devices_per_node=8, intra_node=1e9, inter_node=0.0)
+
+
+def test_a_collective_is_as_slow_as_the_node_with_the_fewest_of_its_ranks():
+    """Four ranks on nodes of three: the one that is alone on its node has one link for what all send."""
+    links = LinkSpeeds(devices_per_node=3, intra_node=100.0, inter_node=10.0)
+    traffic = StepTraffic(dp_bytes=1000.0, pp_bytes=0.0)
+    assert exposed_comm_s(Mesh(Layout.parse("dp=4")), links, traffic) == 1000.0 / 10.0
+    even = LinkSpeeds(devices_per_node=2, intra_node=100.0, inter_node=10.0)
+    assert exposed_comm_s(Mesh(Layout.parse("dp=4")), even, traffic) == 1000.0 / 20.0

@@ -123,6 +123,7 @@ def test_experts_drop_hidden_units_by_token_and_expert() -> None:
     assert len(set(keys.tolist())) == 200
     factor = mixture.experts.drop.keep_factors(keys, 0, torch.empty(200, FFN, dtype=torch.float64))
     assert abs(float((factor == 0).double().mean()) - 0.4) < 0.03
+    assert set(factor.flatten().tolist()) == {0.0, 1 / (1 - 0.4)}  # what is kept is larger: the mean stays
     tokens = x.flatten(0, 1).index_select(0, routing.tokens)
     h = torch.einsum("aw,agfw->agf", tokens, mixture.experts.up[routing.experts])
     h = F.silu(h[:, 0]) * h[:, 1] * factor

@@ -191,3 +191,21 @@ def test_weight_versions_take_memory(schedule: str, old_versions: int) -> None:
     parts = memory.parts
     assert parts["parameters"] >= 2 * weights
     assert parts.get("versions", 0) == pytest.approx(old_versions * 2 * weights, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp=16,microbatch=1", "dp=2,tp=8,microbatch=1", "dp=4,pp=4,microbatch=1,accumulate=16"]
+)
+def test_recomputation_takes_the_time_of_a_forward(layout: str) -> None:
+    plain, full = (price(case(layout=f"{layout},recompute={how}")) for how in ("none", "full"))
+    assert full.times["recompute"] > 0.2 * (full.times["products"] + full.times["attention"])
+    longer = full.seconds - plain.seconds
+    assert longer == pytest.approx(full.times["recompute"], rel=0.35)
+    assert all(seconds >= 0 for seconds in (*plain.times.values(), *full.times.values()))
+
+
+def test_mfu_is_of_all_devices_and_hfu_counts_recomputation() -> None:
+    plan = price(case(layout="dp=2,tp=8,microbatch=1,recompute=full"))
+    flops = plan.scenario.shape.train_flops(4096) * 2 * 4096
+    assert plan.mfu == pytest.approx(flops / plan.seconds / (16 * plan.scenario.cluster.device.peak("bf16")))
+    assert plan.mfu < plan.hfu < 1.4 * plan.mfu

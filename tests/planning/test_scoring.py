@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from echelon.cli import app
 from echelon.planning.calibrate import published_runs
-from echelon.planning.calibrate.constants import Constants
-from echelon.planning.calibrate.scoring import score_runs
+from echelon.planning.calibrate.constants import FITTED_CONSTANTS, Constants
+from echelon.planning.calibrate.scoring import fit_accuracy, score_runs
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "bench" / "published" / "measurements.csv"
@@ -69,6 +69,14 @@ def test_the_layout_study_is_predicted(found):
     study = found.sources["aleph_layouts"]
     assert study.fit_accuracy >= 0.93
     assert study.regret <= 0.05
+
+
+def test_a_memory_model_with_one_answer_is_half_right():
+    """Balanced: out of memory, whatever the run, is right about those that were and wrong about those that fitted."""
+    runs, _ = published_runs.parse_runs(published_runs.read_runs(TABLE))
+    study = [run for run in runs if run.source == "aleph_layouts"]
+    assert fit_accuracy(study, replace(FITTED_CONSTANTS, context_gib=1e4)) == 0.5
+    assert fit_accuracy([run for run in study if not run.out_of_memory]) is None
 
 
 def test_published_runs_are_of_other_programs():

@@ -151,6 +151,17 @@ def test_the_loss_history_is_restored_on_resume():
     )
 
 
+def test_rollbacks_since_a_checkpoint_stay_counted():
+    """A rollback loads a checkpoint that knows of fewer: a run must not roll back without end."""
+    spikes, _ = reported([3.0, 2.9, 2.8, 2.7])
+    saved = spikes.state_dict()
+    spikes.rollbacks = 2
+    spikes.load_state_dict(saved)
+    assert spikes.rollbacks == 2
+    spikes.load_state_dict({**saved, "rollbacks": 3})
+    assert spikes.rollbacks == 3
+
+
 # -- the way back -----------------------------------------------------------------------------------------------------
 
 
