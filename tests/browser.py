@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-SECONDS = 60.0
+SECONDS = 300.0
 
 
 def program() -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from cpu_clock import ALWAYS, patient
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -33,6 +34,10 @@ def sharded_product(size: int) -> torch.Tensor:
     left = torch.arange(size * size, dtype=torch.float64).reshape(size, size)
     product = distribute_tensor(left, mesh, [Shard(0)]) @ distribute_tensor(left, mesh, [Shard(1)])
     return product.full_tensor()
+
+
+def cpu_time() -> float:
+    return time.process_time()
 
 
 def holdings() -> tuple[int, int, int]:
@@ -66,8 +71,9 @@ def fail(rank: int, word: str) -> None:
 
 def fail_late_elsewhere(rank: int) -> None:
     """All ranks raise, one of them first."""
+    dist.barrier()
     if dist.get_rank() != rank:
-        time.sleep(0.1)
+        time.sleep(patient(0.2))
     raise ValueError(f"raised on rank {dist.get_rank()}")
 
 
@@ -75,7 +81,7 @@ def die(rank: int) -> None:
     """One rank is killed while the others are in a collective with it."""
     if dist.get_rank() == rank:
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        time.sleep(10)
+        time.sleep(ALWAYS)
     dist.barrier()
 
 
@@ -92,14 +98,14 @@ def mismatch() -> None:
 
 def joined(value: float) -> tuple[World, float, int, str]:
     """The launcher's ranks make their own group. Prints, so that a test sees whose output shows."""
-    with join_process_group("cpu", timeout=30.0) as world:
+    with join_process_group("cpu", timeout=2 * ALWAYS) as world:
         print(f"rank {world.rank} prints", flush=True)
         return world, total(value), torch.get_num_threads(), dist.get_backend()
 
 
 def joined_and(program: str, *args: Any) -> None:
     """Another program of this file, inside a group that the ranks made themselves."""
-    with join_process_group("cpu", timeout=30.0):
+    with join_process_group("cpu", timeout=2 * ALWAYS):
         globals()[program](*args)
 
 

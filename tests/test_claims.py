@@ -31,7 +31,7 @@ DENIAL = re.compile(
     r"\bnot (?:yet )?(?:built|implemented|supported)\b|\bnot yet\b|"
     r"(?<!-)\bplan[- ]only\b|\bunsupported\b|\bincompatible\b|"
     r"\bdoes not (?:implement|support|run)\b|\brefuse[sd]?\b|\breject(?:s|ed)?\b|"
-    r"\bcannot be (?:run|exported|trained)\b",
+    r"\bcannot be (?:run|exported|trained)\b|\bpriced as a baseline\b|\bpriced, not run\b",
     re.IGNORECASE,
 )
 SOURCE = ROOT / "src" / "echelon"
@@ -138,6 +138,7 @@ CLAIMS: dict[str, tuple[Check, ...]] = {
         absent("asynchronous_data", "parameter_server", "local_sgd", "diloco", "power_?sgd", "error_feedback"),
         absent("kv_cache", "key_value_cache"),
     ),
+    "DataParallel (one process, many devices)": (not_imported("DataParallel", "training", "parallel", "launch"),),
     # CONTRIBUTING, docs/README
     "has a row in `tests/test_claims.py`": (),
     "`tests/test_claims.py` checks that": (),
@@ -176,7 +177,9 @@ CLAIMS: dict[str, tuple[Check, ...]] = {
         asserted_in("config/test_run_config.py", "test_keys_without_effect_on_a_custom_model"),
     ),
     # data parallelism
-    "Echelon does not implement the single-controller approach": (absent("single_controller", "^DataParallel$"),),
+    "Echelon does not implement the single-controller approach": (
+        not_imported("DataParallel", "training", "parallel", "launch"),
+    ),
     # data
     "An invalid `.tokens` file, and a text with NUL bytes, are refused": (
         asserted_in("data/test_token_file.py", "test_every_flipped_bit_is_found", "test_foreign_and_missing_files"),
@@ -249,6 +252,7 @@ CLAIMS: dict[str, tuple[Check, ...]] = {
         ),
     ),
     # planning
+    "PyTorch's `DataParallel` (priced, not run)": (not_imported("DataParallel", "training", "parallel", "launch"),),
     "so `--correct` refuses a cluster that has them": (
         asserted_in("planning/test_correction.py", "test_measured_curves_are_not_corrected_twice"),
     ),
@@ -401,16 +405,24 @@ WORDS = {9: "nine", 11: "eleven", 12: "twelve", 13: "thirteen"}
 def counts() -> dict[str, tuple[str, ...]]:
     """Numbers of the code as the pages write them."""
     from echelon.faults import recorder_entry, stragglers
+    from echelon.memory.checkpointing import knapsack
     from echelon.memory.compression import cost as compression_cost
     from echelon.memory.compression import saved_tensor_compression
     from echelon.moe import GATES
     from echelon.optim import cost as optimizer_cost
     from echelon.parallel.ep.cost import MAX_LOAD_FACTOR
     from echelon.planning.calibrate.constants import NATIVE_OVERRIDES, Constants
-    from echelon.planning.search import layout_families
+    from echelon.planning.cluster import device_bench
+    from echelon.planning.cluster.cluster import parse_cluster
+    from echelon.planning.model.model_sources import resolve_shape
+    from echelon.planning.scenario import PlanRequest
+    from echelon.planning.search import layout_families, layout_search
     from echelon.verification.verify_request import DEFAULT_LAYOUTS
 
     layouts, numbers = WORDS[len(DEFAULT_LAYOUTS.split(";"))], len(fields(Constants))
+    large = PlanRequest(shape=resolve_shape("llama-70b"), cluster=parse_cluster("1024xh100"), batch=1024, seq_len=8192)
+    searched = sum(1 for _ in layout_families.all_layouts(large))
+    sizes = device_bench.MESSAGE_SIZES
     return {
         "README.md": (f"checks {layouts} common layouts",),
         "verify.md": (f"takes {layouts} common layouts",),
@@ -422,7 +434,15 @@ def counts() -> dict[str, tuple[str, ...]]:
             f"are {numbers} numbers in `planning/calibrate/constants.py`",
             f"{WORDS[len(NATIVE_OVERRIDES)]} of the {numbers} numbers are Echelon's own",
             f"cp down to {layout_families.MIN_CP_TOKENS_FEW_SEQUENCES:,} tokens per rank",
+            f"{searched:,} layouts of a 70B model on 1,024 devices",
+            f"{WORDS[layout_search.NUM_BUDGET_TRIALS]} are tried with a budget",
         ),
+        "planning-calibration.md": (
+            f"GEMMs of {len(device_bench.MATMUL_SHAPES['cuda'])} sizes",
+            f"from {sizes[0] >> 10} KiB to {sizes[-1] >> 20} MiB",
+        ),
+        "recompute.md": (f"bytes are rounded up to 1/{knapsack.BUDGET_STEPS} of the budget",),
+        "tensor-grids.md": (f"tries grids from `tp={layout_families.MIN_GRID_TP}` on",),
         "long-sequences.md": (f"fewer than {layout_families.MIN_CP_TOKENS:,} tokens",),
         "compression.md": (
             f"fewer than {saved_tensor_compression.MIN_SAMPLE_NUMEL} elements per sample",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import time
+import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -28,10 +28,10 @@ def values_of(engine) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("rule", [OptimizerConfig(lr=1e-2), OptimizerConfig(lr=1e-2, ema=0.9)], ids=["adamw", "ema"])
 def test_the_next_update_waits_for_the_copy(tmp_path, monkeypatch, rule):
-    at_once = staging._copy_in_chunks
+    at_once, released = staging._copy_in_chunks, threading.Event()
 
     def slowly(to, values):
-        time.sleep(0.02)
+        released.wait()
         yield from at_once(to, values)
 
     monkeypatch.setattr(staging, "_copy_in_chunks", slowly)
@@ -42,12 +42,15 @@ def test_the_next_update_waits_for_the_copy(tmp_path, monkeypatch, rule):
         stepped(engine, None, step)
         kept[step + 1] = before = values_of(engine)
         saving.save({})
-        begun = time.perf_counter()
+        release = threading.Timer(0.05, released.set)
+        release.start()
         if rule.ema:
-            with engine.ema_weights():
-                time.sleep(0.1)
+            with engine.ema_weights():  # it waits too
+                assert released.is_set()
         stepped(engine, None, step + 1)
-        assert time.perf_counter() - begun > 0.02
+        assert released.is_set(), "the update did not wait for the copy"
+        release.join()
+        released.clear()
         assert not torch.equal(values_of(engine)["model.weight"], before["model.weight"])
     saving.wait()
     for step, before in kept.items():

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import asdict
 
 import pytest
+from cpu_clock import cpu_seconds
 from typer.testing import CliRunner
 
 from echelon.bench.bench_device import BenchDevice
@@ -46,11 +46,11 @@ def step(seconds: float, who: str) -> dict:
 def test_steps_on_this_cpu(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    begun = time.perf_counter()
+    begun = cpu_seconds()
     # One thread: two that wait for each other on busy cores take many times as long.
     done = invoke("--only", "steps", "--json", "--against", "none", OMP_NUM_THREADS="1")
     assert done.exit_code == 0, done.output
-    assert time.perf_counter() - begun < 90
+    assert cpu_seconds() - begun < 60
     found = json.loads(done.stdout)
     assert set(found) == {"rows", "left_out", "devices", "curves"}
     (row,) = found["rows"]

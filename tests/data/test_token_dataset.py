@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from echelon.data import NO_TARGET, TokenDataset
 from echelon.layout.validation_error import ValidationError
 
+CHECKS = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+
 
 def test_a_batch_is_a_window_of_the_stream_and_the_next_token(write) -> None:
     file = write([[1, 2, 3], [4, 5, 6, 7, 8]])  # 1 2 3 E 4 5 6 7 8 E
@@ -42,7 +44,7 @@ def test_masked_documents(write) -> None:
     mask=st.booleans(),
     epoch=st.integers(0, 5),
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=CHECKS)
 def test_every_token_is_a_target_once_an_epoch(write, lengths: list[int], seq_len: int, mask: bool, epoch: int) -> None:
     file = write(lengths)
     data = TokenDataset([file.path], (), seq_len, 3, mask_documents=mask)
@@ -95,7 +97,7 @@ def test_one_file_has_one_order_with_and_without_a_weight(write) -> None:
 
 
 @given(fraction=st.floats(0.001, 0.9), seq_len=st.integers(1, 20))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=CHECKS)
 def test_held_out_samples_are_never_trained_on(write, fraction: float, seq_len: int) -> None:
     files = [write([n], name=f"{n}.tokens") for n in (60, 200)]
     data = TokenDataset([file.path for file in files], (), seq_len, 1, eval_fraction=fraction)

@@ -36,11 +36,13 @@ def test_an_operation_is_recorded_from_start_to_end() -> None:
     assert (entry.shape, entry.dtype, entry.step, entry.phase) == ("[4, 8]", "float32", 7, "backward")
     assert entry.site.startswith("faults/test_flight_recorder.py:")
     assert entry.site.rpartition(":")[2].isdigit()
+    begun = time.time()
     RecordedWork(recorder, slot, Work(0.02)).wait()
+    elapsed = time.time() - begun
     (entry,) = recorder.entries()
     assert entry.flag == "e"
     assert entry.start_time <= entry.wait_start <= entry.end_time
-    assert 0.02 <= recorder.wait_s < 0.5
+    assert 0.02 <= recorder.wait_s <= elapsed
 
 
 def test_a_failed_wait_stays_pending() -> None:
@@ -103,6 +105,7 @@ slot = recorder.record_start("all_reduce", "dp", recorder.new_sequence((0, 1)), 
 recorder.record_wait(slot)
 os.kill(os.getpid(), signal.SIGKILL)
 """
+    begun = time.time()
     done = subprocess.run([sys.executable, "-c", code], timeout=300, env=dict(os.environ))
     assert done.returncode == -9
     written = (tmp_path / "ring").read_bytes()
@@ -111,7 +114,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert (entry.flag, entry.description, entry.shape) == ("w", "all_reduce number 1 on axis dp", "[5]")
     step, since, phase = read_phase(written)
     assert (step, phase) == (3, "forward")
-    assert time.time() - since < 60
+    assert begun <= since <= time.time()
 
 
 def test_the_longest_wait_of_p2p_runs_from_the_call_of_wait(monkeypatch: pytest.MonkeyPatch) -> None:

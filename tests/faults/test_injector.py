@@ -105,17 +105,26 @@ def test_a_collective_is_skipped_once():
     assert recorder.should_skip is None
 
 
-def test_a_slow_rank_works_longer_but_does_not_load_longer():
+def test_a_slow_rank_works_longer_but_does_not_load_longer(monkeypatch):
+    now, slept = [1000.0], []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", sleep)
     recorder, injector = armed(["slow-rank:rank=0,factor=3"])
     recorder.step = 1
     with injector.activate():
         recorder.enter_phase("forward")
-        time.sleep(0.05)
-        begun = time.time()
+        now[0] += 0.05
         with recorder.data_loading():
-            pass
-        assert 0.09 < time.time() - begun < 10
-        assert recorder.data_wait_s < 0.09
+            now[0] += 0.02
+        recorder.enter_phase("forward")
+    assert slept[0] == pytest.approx(2 * 0.05)
+    assert sum(slept) == pytest.approx(2 * 0.05)
+    assert recorder.data_wait_s == pytest.approx(0.02)
 
 
 def write(path, data):

@@ -6,6 +6,7 @@ import threading
 from datetime import timedelta
 
 import pytest
+from cpu_clock import ALWAYS
 from torch.distributed import TCPStore
 
 from echelon.launch import rendezvous
@@ -13,12 +14,12 @@ from echelon.launch import rendezvous
 
 @pytest.fixture
 def store():
-    return TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=10), wait_for_workers=False)
+    return TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=ALWAYS), wait_for_workers=False)
 
 
 def met(store, size, word):
     """The decision that every rank receives."""
-    clients = [TCPStore("127.0.0.1", store.port, timeout=timedelta(seconds=10)) for _ in range(size)]
+    clients = [TCPStore("127.0.0.1", store.port, timeout=timedelta(seconds=ALWAYS)) for _ in range(size)]
     found: dict[int, tuple[str, str]] = {}
 
     def ask(rank):
@@ -27,7 +28,7 @@ def met(store, size, word):
     threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(1, size)]
     for thread in threads:
         thread.start()
-    found[0] = rendezvous._publish_decision(clients[0], size, lambda: word, timeout=10)
+    found[0] = rendezvous._publish_decision(clients[0], size, lambda: word, timeout=ALWAYS)
     for thread in threads:
         thread.join()
     return found

@@ -18,7 +18,7 @@ from echelon import models
 from echelon.config.sections import OptimizerConfig
 from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
-from echelon.models.attention_config import MLAConfig, RopeScaling
+from echelon.models.attention_config import Llama3RopeScaling, MLAConfig, YarnRopeScaling
 from echelon.models.model_config import ModelConfig
 from echelon.models.moe_config import MoEConfig
 from echelon.training.engine import Engine
@@ -29,7 +29,8 @@ LR = 0.125
 LENGTHS = ((5, 1, 7, 10), (23,), (1, 1, 20, 1), (12, 11))
 """documents of each row: of one token, of all of them, over every border between ranks"""
 
-STRETCHED = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=16)
+STRETCHED = Llama3RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=16)
+YARN = YarnRopeScaling(factor=4.0, original_max_seq_len=8, mscale=0.7, mscale_all_dim=1.0)
 LATENT = tiny(kv_heads=4, mla=MLAConfig(query_rank=6, kv_rank=8, rope_dim=4, nope_dim=4, value_dim=4), theta=100.0)
 MIXTRAL = MoEConfig(experts=4, k=2, ffn=8, gate="mixtral", options=(("balance", 0.0),))
 V3_OPTIONS = (("num_groups", 2), ("group_limit", 1), ("balance", 0.0), ("scale", 1.5))
@@ -41,6 +42,7 @@ FAMILIES: Mapping[str, ModelConfig] = {
     "llama 3.1": tiny(theta=100.0, qkv_bias=True, rope_scaling=STRETCHED),
     "qwen3": tiny(theta=100.0, qk_norm=True, tied=True),
     "latent": LATENT,
+    "latent with YaRN": replace(LATENT, rope_scaling=YARN),
     "mixtral": tiny(theta=100.0, moe=MIXTRAL),
     "deepseek": replace(LATENT, moe=MoEConfig(experts=4, k=2, ffn=8, gate="deepseek-v3", options=V3_OPTIONS)),
 }

@@ -9,6 +9,7 @@ import re
 import time
 
 import pytest
+from cpu_clock import patient
 
 from echelon import data
 from echelon.config.run_config import Config
@@ -17,9 +18,14 @@ from echelon.launch.rank_failure import RankError
 from echelon.training.run.run_dir import Run
 from echelon.training.start_training import run_training
 
-TIMEOUT = 4.0
 LATEST = 10.0
-"""seconds after the timeout"""
+"""seconds after the timeout, on an idle machine"""
+
+
+@pytest.fixture
+def timeout() -> float:
+    """4 s; more where ranks get to run so seldom that those without a fault would exceed it."""
+    return round(patient(4.0), 1)
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +36,13 @@ def tokens(tmp_path_factory):
 
 
 @pytest.fixture
-def failed(tokens, tmp_path):
+def failed(tokens, tmp_path, timeout):
     """Runs with a fault: (what the user sees, the line of the log, seconds from the fault to the end)."""
 
     def go(layout, fault, **changes):
         config = Config(
             data=DataConfig(path=(tokens,), eval_fraction=0.0),
-            **{"model": "llama-tiny", "seq_len": 32, "batch": 4, "steps": 5, "timeout": TIMEOUT, **changes},
+            **{"model": "llama-tiny", "seq_len": 32, "batch": 4, "steps": 5, "timeout": timeout, **changes},
             layout=layout,
             device="cpu",
             sample=SampleConfig(tokens=0),
@@ -54,7 +60,7 @@ def failed(tokens, tmp_path):
         assert text.count(diagnosis["text"]) == 1
         assert text.count("Traceback") <= 1
         took = end - injected["time"]
-        assert took < TIMEOUT + LATEST
+        assert took < timeout + patient(LATEST)
         return text, diagnosis, caught.value
 
     return go
@@ -73,7 +79,7 @@ def test_a_rank_sleeps_in_its_loader(failed):
         r"echelon/parallel/dp/\w+.py:\d+ in backward of step 3\)",
         r"It has been in data of step 3 for \d",
         r"Its Python stack, innermost first: echelon/training/loop.py:\d+ in _train_step",
-        r"Waiting: rank 0 \(dp 0\) for [34]\.\d s in all_reduce number \d+ on axis dp at echelon/parallel/dp",
+        r"Waiting: rank 0 \(dp 0\) for \d+\.\d s in all_reduce number \d+ on axis dp at echelon/parallel/dp",
     )
     assert (record["case"], record["ranks"], record["waiting"]) == ("absent", [1], [0])
     assert (record["collective"], record["axis"], record["step"]) == ("all_reduce", "dp", 3)
@@ -122,7 +128,7 @@ def test_a_rank_raises_and_its_traceback_is_last_and_once(failed):
         text,
         r"^rank 2 \(dp 1, tp 0\) raised .*InjectedError: .*, in backward of step 2\.",
         r"Its last operation was \w+ number \d+ on axis \w+ \(echelon/\S+:\d+, step \d\)",
-        r"rank 3 \(dp 1, tp 1\) for \d\.\d s in reduce_scatter number \d+ on axis tp at echelon/parallel/tp/",
+        r"rank 3 \(dp 1, tp 1\) for \d+\.\d s in reduce_scatter number \d+ on axis tp at echelon/parallel/tp/",
         r"InjectedError: injected into rank 2 in backward of step 2 \(raise:rank=2,step=2,phase=backward\)$",
     )
     assert text.count("Traceback (most recent call last)") == 1
@@ -146,7 +152,7 @@ def test_the_first_rank_is_killed(failed):
 def test_a_process_is_stopped(failed):
     # It publishes no heartbeat, and does not answer the launcher either.
     text, record, _ = failed("dp=2,zero=3", "kill:rank=1,step=2,signal=SIGSTOP")
-    has(text, r"^rank 1 \(dp 1\) did not reach \w+ number \d+ on axis dp", r"Its last heartbeat was \d\.\d s ago")
+    has(text, r"^rank 1 \(dp 1\) did not reach \w+ number \d+ on axis dp", r"Its last heartbeat was \d+\.\d s ago")
     assert (record["case"], record["ranks"], record["waiting"]) == ("absent", [1], [0])
 
 
@@ -162,7 +168,7 @@ def test_the_slow_rank_is_named_though_steps_take_equally_long(failed, tokens, t
         eval=EvalConfig(every=0),
         run=str(tmp_path / "run"),
     )
-    run_training(config, quiet=True, inject=["slow-rank:rank=1,factor=6"])
+    run_training(config, quiet=True, inject=["slow-rank:rank=1,factor=12"])
     looks = list(Run.open(tmp_path / "run").records("ranks"))
     assert (looks[0]["slow"]["rank"], looks[0]["slow"]["cause"]) == (1, "work")
     assert looks[0]["work"][1] > 2 * looks[0]["work"][0]
@@ -187,7 +193,7 @@ def build():
 
 def fetch(step):
     if dist.get_rank() == 1:
-        time.sleep(3600 if step == 12 else 0.03)
+        time.sleep(3600 if step == 12 else 0.2)
 
 def batch(rows, step):
     fetch(step)
@@ -195,12 +201,12 @@ def batch(rows, step):
 """
 
 
-def test_a_custom_loader_is_slow_and_then_hangs(tmp_path, monkeypatch):
+def test_a_custom_loader_is_slow_and_then_hangs(tmp_path, monkeypatch, timeout):
     # Nothing is injected. Its stall is distinguished from work, and the report contains its line.
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(OWN)
     line = 1 + OWN[: OWN.index("time.sleep")].count("\n")
-    config = Config(model="own.py:build", batch=4, steps=20, layout="dp=2", device="cpu", timeout=TIMEOUT, run="run")
+    config = Config(model="own.py:build", batch=4, steps=20, layout="dp=2", device="cpu", timeout=timeout, run="run")
     with pytest.raises(RankError) as caught:
         run_training(config, quiet=True)
     has(
@@ -211,4 +217,4 @@ def test_a_custom_loader_is_slow_and_then_hangs(tmp_path, monkeypatch):
     has(str(caught.value), r"It has been in data of step 13", r"Waiting: rank 0 \(dp 0\)")
     (look,) = Run.open("run").records("ranks")
     assert (look["slow"]["rank"], look["slow"]["cause"]) == (1, "data")
-    assert look["data"][1] > 0.03 > look["data"][0]
+    assert look["data"][1] > 0.2 > look["data"][0]

@@ -76,7 +76,7 @@ def miscounted(layout):
 
 def test_a_step_has_as_many_microbatches_as_the_layout(pool):
     for layout in ("dp=1", "pp=2,schedule=2bw", "pp=2"):
-        for found in pool.run(miscounted, Layout.parse(layout).world, f"{layout},accumulate=2", timeout=30.0):
+        for found in pool.run(miscounted, Layout.parse(layout).world, f"{layout},accumulate=2"):
             assert found[0].startswith("expected accumulate=2 microbatches per step and rank, got 1; give as many")
             assert "got more;" in found[1]
             assert found[2] == 36

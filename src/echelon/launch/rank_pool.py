@@ -37,8 +37,12 @@ LEAVE_TIMEOUT_S = 10.0
 """Seconds for ranks to destroy their process group after a successful task."""
 GRACE_S = 0.25
 """Seconds that the other ranks get to report after the first failure."""
-GRACE_FOR_CAUSE_S = 2.0
+GRACE_FOR_CAUSE_S = 10.0
 """The same after a lost peer, because the rank that caused the failure has not reported yet."""
+EXIT_CODE_TIMEOUT_S = 30.0
+"""Seconds for the fork server of a busy machine to report the exit code of a rank that has ended."""
+STACK_TIMEOUT_S = 5.0
+"""Seconds for ranks that hang to write their stacks; a stopped one never does."""
 MAX_FRAMES = 6
 """Innermost stack lines reported of a rank that timed out."""
 
@@ -161,7 +165,7 @@ class _PoolRank:
 
     def exitcode(self) -> int | None:
         """The exit code of a process that has closed its connection."""
-        self.process.join(timeout=2.0)
+        self.process.join(timeout=EXIT_CODE_TIMEOUT_S)
         return self.process.exitcode
 
     def request_stack(self) -> None:
@@ -236,7 +240,7 @@ def _read_stacks(ranks: dict[int, _PoolRank]) -> str:
     """The current stack of each rank, innermost call first."""
     for rank in ranks.values():
         rank.request_stack()
-    deadline = time.monotonic() + 0.5
+    deadline = time.monotonic() + STACK_TIMEOUT_S
     while time.monotonic() < deadline and not all(rank.stack() for rank in ranks.values()):
         time.sleep(0.01)
     parts = []

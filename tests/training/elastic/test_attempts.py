@@ -47,7 +47,7 @@ def settings(folder: Path, **changes: object) -> list[str]:
         "checkpoint.every": 1,
         "device": "cpu",
         "schedule.warmup": 2,
-        "timeout": 60,
+        "timeout": 600,
         "run": str(folder / "run"),
         **changes,
     }
@@ -235,7 +235,7 @@ def test_sigterm_of_the_launcher_saves_and_the_run_resumes(tmp_path, undisturbed
     asked = config(tmp_path, "dp=2", **{"checkpoint.every": 0})
     thread = terminated(path, 3)
     # It would be through before the signal came: one rank is slow.
-    summary = run_training(asked, quiet=True, inject=["slow-rank:rank=1,factor=5"])
+    summary = run_training(asked, quiet=True, inject=["slow-rank:rank=1,factor=20"])
     thread.join()
     assert signal.getsignal(signal.SIGTERM) is before
     (stopped,) = records(path, "stopped")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -12,12 +13,13 @@ import time
 from pathlib import Path
 
 import pytest
+from cpu_clock import patient
 
 from echelon.layout import Layout
 from echelon.training.loop import train_on_rank
 from tests.training.elastic.test_attempts import are_equal, config, records
 
-PATIENCE = 100.0
+PATIENCE = 600.0
 """seconds: the machine may have much else to do"""
 
 
@@ -29,7 +31,8 @@ def free_port() -> int:
 
 def agent(folder: Path, port: int, *, is_host: bool) -> subprocess.Popen[bytes]:
     """torchrun with two ranks."""
-    seen = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
+    # An agent that does not get to run for so long is taken for dead.
+    seen = f"keep_alive_interval={math.ceil(patient(1.0))},keep_alive_max_attempt=3,last_call_timeout=1"
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=3"]
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=one-job"]
     command += [f"--rdzv-conf=is_host={int(is_host)},{seen}", "--local-addr=127.0.0.1"]
