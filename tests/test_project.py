@@ -42,7 +42,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("layout", "kernels", "models", "data", "memory", "parallel", "optim", "pipeline", "launch", "planning"),
         *("config", "moe", "precision", "rng", "compat", "faults", "checkpoint"),
     },
-    "verification": {"config", "layout", "models", "parallel", "pipeline", "optim", "launch", "training", "rng"},
+    "verification": {
+        *("config", "layout", "kernels", "models", "parallel", "pipeline", "precision", "optim", "launch", "training"),
+        "rng",
+    },
     "bench": {"config", "draw", "layout", "models", "memory", "parallel", "training", "planning", "compat"},
     "report": {"draw", "pipeline", "training"},
     "cli": {

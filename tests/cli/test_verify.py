@@ -52,7 +52,7 @@ def test_json_has_a_verdict_per_layout(own):
     assert found["passed"] is True
     assert [row["layout"] for row in found["layouts"]] == ["dp=2", "dp=2,zero=3,accumulate=2"]
     for row in found["layouts"]:
-        errors = ("max_error", "max_relative", "first_difference")
+        errors = ("max_error", "max_relative", "tolerance", "first_difference")
         assert row.keys() == {"layout", "passed", *errors, "seconds", "ran", "folded", "model", "replaced"}
         assert (row["passed"], row["first_difference"]) == (True, None)
         assert 0 <= row["max_error"] <= 1e-10

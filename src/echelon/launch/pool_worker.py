@@ -50,6 +50,8 @@ class PoolTask:
     world: int
     timeout: float
     """Seconds, for each collective."""
+    device: str
+    """`cpu`, with gloo, or `cuda`, with a GPU for each rank and NCCL."""
     sys_path: list[str]
     """The `sys.path` of the pool's process."""
     call: bytes
@@ -97,8 +99,10 @@ def _run_task(task: PoolTask, store: Store) -> TaskOutcome:
         # A task must not depend on the previous one.
         torch.manual_seed(0)
         torch.set_default_dtype(torch.float32)
+        if task.device == "cuda":
+            torch.cuda.set_device(task.rank)
         dist.init_process_group(
-            backend="gloo",
+            backend="cpu:gloo,cuda:nccl" if task.device == "cuda" else "gloo",
             store=PrefixStore(task.name, store),
             rank=task.rank,
             world_size=task.world,

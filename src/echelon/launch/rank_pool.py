@@ -54,9 +54,13 @@ class RankPool:
     is unknown, and new ones are forked for the next program. Not thread-safe.
     """
 
-    def __init__(self, *, preload: Iterable[str] = ()) -> None:
-        """`preload`: modules that every rank needs, imported once before the first rank starts."""
+    def __init__(self, *, preload: Iterable[str] = (), device: str = "cpu") -> None:
+        """`preload`: modules that every rank needs, imported once before the first rank starts.
+
+        With device `cuda` every rank has a GPU of its own, and collectives on it use NCCL.
+        """
         refuse_bad_environment()
+        self._device = device
         self._context = forkserver.forkserver_context(preload)
         self._ranks: list[_PoolRank] = []
         self._num_tasks = 0
@@ -79,6 +83,7 @@ class RankPool:
             rank=0,
             world=world,
             timeout=timeout,
+            device=self._device,
             sys_path=[entry or os.getcwd() for entry in sys.path],
             call=serialize((function, args, kwargs)),
         )

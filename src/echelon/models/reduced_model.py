@@ -70,18 +70,18 @@ def reduced_config(
 
 
 def reduced_for_layout(
-    config: ModelConfig, layout: Layout, folded: Layout, *, stages: int, seq_len: int
+    config: ModelConfig, layout: Layout, folded: Layout, *, stages: int, seq_len: int, head_dim: int = 0
 ) -> ModelConfig:
     """A small model that stands for the full one in a layout, and that runs in the layout's folded form.
 
     See [Note: the sizes of a reduced model]. The layout must be valid for the full model; `stages` are those of the
-    folded pipeline, over all ranks.
+    folded pipeline, over all ranks. Without `head_dim` heads are as narrow as they may be.
     """
     if config.family == "conv":
         return config
     heads, kv_heads = _num_heads(config, layout, folded)
     experts = _next_multiple(min(EXPERTS, config.moe.experts), folded.ep) if config.moe else EXPERTS
-    head_dim = max(_next_multiple(math.ceil(WIDTH / heads), 2), MIN_HEAD_DIM)
+    head_dim = head_dim or max(_next_multiple(math.ceil(WIDTH / heads), 2), MIN_HEAD_DIM)
     return reduced_config(
         config,
         layers=_num_layers(config, layout, folded.recompute, stages),

@@ -2,12 +2,13 @@
 
 [Note: equal gradients]
 
-In float64 a layout's gradients are compared with the truth's when they are complete, and then replaced by them. So the
-update rules start from equal gradients. Without this, rules that take a sign or divide by a root would turn rounding
-errors into differences of a learning rate, wherever a gradient is zero but for rounding (a key's bias, for example).
-Nothing is missed: each gradient of each step is compared, and so is each weight that an update makes of them.
+A layout's gradients are compared with the truth's when they are complete, and then replaced by them. So the update
+rules start from equal gradients. Without this, rules that take a sign or divide by a root would turn rounding errors
+into differences of a learning rate, wherever a gradient is zero but for rounding (a key's bias, for example). Nothing
+is missed: each gradient of each step is compared, and so is each weight that an update makes of them.
 
-As configured, in few bits, nothing is replaced.
+As configured, in few bits, the weights are replaced as well after they are compared: errors of one step do not become
+those of the next. What each error may be is in as_configured.py.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.layout.placement import Piece
 from echelon.parallel.dp.param_group import ParamGroup
 from echelon.training.engine import Engine
-from echelon.training.engine_options import loss_scale_settings, parallel_options
+from echelon.training.engine_options import DTYPES, loss_scale_settings, parallel_options
 from echelon.training.step_result import StepResult
 from echelon.verification.verify_case import VerifyCase
 
@@ -45,7 +46,7 @@ class Difference:
     error: float
     """max|a-b| over the rank's elements, divided by max(1, max|b|) over the full tensor"""
     relative: float
-    """norm of a-b over the rank's elements, divided by that of b over the full tensor"""
+    """norm of a-b over the rank's elements, divided by that of b over the full tensor, or of its updates"""
 
 
 @dataclass(frozen=True)
@@ -67,17 +68,18 @@ def run_and_compare(case: VerifyCase, layout_text: str, leave_out: str, truth: P
     layout = Layout.parse(layout_text)
     engine = build_engine(case, layout, leave_out)
     asynchronous = layout.schedule in ASYNC_SCHEDULES
-    differences: list[Difference] = []
     with safe_open(truth, framework="pt") as record:
-        comparison = _Comparison(engine, record, differences)
-        gradients = None if asynchronous else ComparedGradients(comparison, replace_them=case.is_float64)
+        comparison = _Comparison(engine, TruthRecord(record, case))
+        gradients = None if asynchronous else ComparedGradients(comparison)
         for step in range(case.steps):
-            comparison.step = step
+            comparison.truth.step = step
             result = engine.step(case.batch(step, layout.batch), lr=case.learning_rate(step))
             comparison.scalars(result, ("loss",) if gradients is None else ("loss", "norm"))
             if gradients is not None:
                 engine.drain()
                 comparison.parameters()
+            if not case.is_float64:
+                comparison.replace_parameters()
         if asynchronous:
             engine.drain()
             comparison.parameters()
@@ -89,7 +91,7 @@ def run_and_compare(case: VerifyCase, layout_text: str, leave_out: str, truth: P
         if piece.is_owner and piece.is_first_replica
     }
     sizes = {name: torch.Size(param.shape).numel() for name, param in engine.parallel.placement.params.items()}
-    return RankReport(tuple(differences), owned, sizes, engine.param_names, engine.parallel.axes.dropped_any)
+    return RankReport(tuple(comparison.differences), owned, sizes, engine.param_names, engine.parallel.axes.dropped_any)
 
 
 def build_engine(case: VerifyCase, layout: Layout, leave_out: str = "") -> Engine:
@@ -105,21 +107,51 @@ def build_engine(case: VerifyCase, layout: Layout, leave_out: str = "") -> Engin
     return engine
 
 
-class _Comparison:
-    """Compares what an engine holds with the truth's record of a step."""
+class TruthRecord:
+    """The truth's record of one step, and how far values are from it."""
 
-    def __init__(self, engine: Engine, record: safe_open, differences: list[Difference]):
-        self.engine, self.record, self.differences = engine, record, differences
-        self.step = 0
+    def __init__(self, record: safe_open, case: VerifyCase, step: int = 0):
+        self._record, self._case, self.step = record, case, step
 
-    def truth(self, kind: str, name: str = "") -> Tensor:
-        tensor: Tensor = self.record.get_tensor(f"{self.step}/{kind}/{name}" if name else f"{self.step}/{kind}")
+    def tensor(self, kind: str, name: str = "") -> Tensor:
+        tensor: Tensor = self._record.get_tensor(f"{self.step}/{kind}/{name}" if name else f"{self.step}/{kind}")
         return tensor
+
+    def piece(self, kind: str, piece: Piece) -> Tensor:
+        return expected_piece(self.tensor(kind, piece.param.name), piece)
+
+    def difference(self, kind: str, name: str, local: Tensor, piece: Piece | None = None) -> Difference:
+        """Compare values with the truth's, or a piece with a piece of them."""
+        full, local = self.tensor(kind, name), local.detach().to("cpu", torch.float64)
+        expected = full if piece is None else self.piece(kind, piece)
+        size = max(float(torch.linalg.vector_norm(full)), self._floor(kind, full))
+        if not self._case.is_float64 and kind in ("parameter", "average"):
+            before: Tensor = self._record.get_tensor(f"{self.step - 1}/{kind}/{name}")
+            size = float(torch.linalg.vector_norm(full - before)) or size
+        error, relative = absolute_error(local, expected, full), relative_error(local, expected, size)
+        return Difference(self.step, kind, name, error, relative)
+
+    def _floor(self, kind: str, full: Tensor) -> float:
+        """The norm below which a tensor is zero but for rounding."""
+        if kind == "gradient":
+            config = self._case.config
+            share = GRADIENT_FLOOR if self._case.is_float64 else torch.finfo(DTYPES[config.dtype]).eps / 2
+            return float(share * float(self.tensor("norm")))
+        return PARAMETER_FLOOR * full.numel() ** 0.5 if kind in ("parameter", "average", "buffer") else 0.0
+
+
+class _Comparison:
+    """Compares what an engine holds with the truth."""
+
+    def __init__(self, engine: Engine, truth: TruthRecord):
+        self.engine, self.truth = engine, truth
+        self.differences: list[Difference] = []
 
     def scalars(self, result: StepResult, kinds: Sequence[str]) -> None:
         for kind in kinds:
-            truth = self.truth(kind)
-            self._add(kind, "", torch.tensor(getattr(result, kind), dtype=torch.float64), truth, truth, 0.0)
+            self.differences.append(
+                self.truth.difference(kind, "", torch.tensor(getattr(result, kind), dtype=torch.float64))
+            )
 
     def parameters(self) -> None:
         """Compare weights, their moving average and buffers."""
@@ -129,28 +161,24 @@ class _Comparison:
         for state in self.engine.ema.named_states() if self.engine.ema is not None else ():
             self.piece("average", state.piece, state.read())
         for name, buffer in self.engine.model.named_buffers():
-            full = self.truth("buffer", name)
-            self._add("buffer", name, buffer, full, full, _parameter_floor(full))
+            self.differences.append(self.truth.difference("buffer", name, buffer))
 
-    def piece(self, kind: str, piece: Piece, local: Tensor) -> Tensor:
-        """Compare a piece; return the truth's."""
-        full = self.truth(kind, piece.param.name)
-        expected = expected_piece(full, piece)
-        floor = GRADIENT_FLOOR * float(self.truth("norm")) if kind == "gradient" else _parameter_floor(full)
-        self._add(kind, piece.param.name, local, expected, full, floor)
-        return expected
+    def replace_parameters(self) -> None:
+        """Give the engine the truth's weights."""
+        sharded_model = self.engine.parallel.sharded_model
+        for group, piece in sharded_model.pieces():
+            group.master.set_values(piece.shard_offset, self.truth.piece("parameter", piece).float())
+        sharded_model.after_update()
 
-    def _add(self, kind: str, name: str, local: Tensor, expected: Tensor, full: Tensor, floor: float) -> None:
-        local = local.detach().to("cpu", torch.float64)
-        error, relative = absolute_error(local, expected, full), relative_error(local, expected, full, floor)
-        self.differences.append(Difference(self.step, kind, name, error, relative))
+    def piece(self, kind: str, piece: Piece, local: Tensor) -> None:
+        self.differences.append(self.truth.difference(kind, piece.param.name, local, piece))
 
 
 class ComparedGradients:
     """Stands in for `Engine.partial_gradients`, after which gradients are complete: see [Note: equal gradients]."""
 
-    def __init__(self, comparison: _Comparison, *, replace_them: bool):
-        self._comparison, self._replace_them, engine = comparison, replace_them, comparison.engine
+    def __init__(self, comparison: _Comparison):
+        self._comparison, engine = comparison, comparison.engine
         self._partial_gradients, engine.partial_gradients = engine.partial_gradients, self  # type: ignore[assignment]
         self._reduce, engine.normalizer.reduce = engine.normalizer.reduce, self._reduce_totals  # type: ignore[method-assign]
         self._grad_scale = torch.ones(())
@@ -165,13 +193,8 @@ class ComparedGradients:
         for group, piece in engine.parallel.sharded_model.pieces():
             if piece.param.trainable and (only is None or group is only):
                 local = engine.parallel.sharded_model.piece_view(group.grad, piece)
-                expected = self._comparison.piece("gradient", piece, local.double() * scale)
-                if self._replace_them:
-                    local.copy_(expected / scale)
-
-
-def _parameter_floor(full: Tensor) -> float:
-    return float(PARAMETER_FLOOR * full.numel() ** 0.5)
+                self._comparison.piece("gradient", piece, local.double() * scale)
+                local.copy_(self._comparison.truth.piece("gradient", piece) / scale)
 
 
 def expected_piece(full_tensor: Tensor, piece: Piece) -> Tensor:
@@ -189,10 +212,9 @@ def absolute_error(value: Tensor, truth: Tensor, full_tensor: Tensor) -> float:
     return _finite_or_infinite(float((value - truth).abs().max()) / max(1.0, float(full_tensor.abs().max())))
 
 
-def relative_error(value: Tensor, truth: Tensor, full_tensor: Tensor, floor: float) -> float:
-    """norm(a-b) / norm(b), with the norm of b at least `floor`; NaN counts as infinite."""
+def relative_error(value: Tensor, truth: Tensor, size: float) -> float:
+    """norm(a-b) / size; NaN counts as infinite."""
     difference = float(torch.linalg.vector_norm(value - truth)) if value.numel() else 0.0
-    size = max(float(torch.linalg.vector_norm(full_tensor)), floor)
     return _finite_or_infinite(difference / size if size else difference)
 
 

@@ -17,6 +17,8 @@ from echelon.verification.verify_case import VerifyCase
 GIB = 1 << 30
 MAX_SEGMENT = 4
 """layers of a recomputed segment that are not folded"""
+GPU_HEAD_DIM = 64
+"""of the reduced model on a GPU: its kernels have blocks of this size"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +54,14 @@ def case_for_layout(case: VerifyCase, layout: Layout) -> LayoutCase:
         return LayoutCase(case=case, folded=folded)
     # Two tokens for each rank that has some of a sequence, and odd on purpose.
     seq_len = max(case.seq_len, 2 * folded.layout.cp * folded.layout.tp + 1)
-    small = reduced_for_layout(model, layout, folded.layout, stages=_num_stages(folded.layout), seq_len=seq_len)
+    head_dim = GPU_HEAD_DIM if case.config.device == "cuda" else 0
+    stages = _num_stages(folded.layout)
+    small = reduced_for_layout(model, layout, folded.layout, stages=stages, seq_len=seq_len, head_dim=head_dim)
     recompute = _reduced_recompute(folded.layout, small, seq_len)
     folded = replace(folded, layout=folded.layout.replace(recompute=recompute))
     if issues := find_issues(folded.layout, seq_len=seq_len, model=small):
         raise ValidationError(issues)
-    config, replaced = fitted_config(
-        case.config, layers=small.layers, stages=_num_stages(folded.layout), seq_len=seq_len
-    )
+    config, replaced = fitted_config(case.config, layers=small.layers, stages=stages, seq_len=seq_len)
     case = replace(case, model=small, seq_len=seq_len, reduce=False, optimizer=config.optimizer, config=config)
     return LayoutCase(case=case, folded=folded, replaced=replaced)
 

@@ -56,10 +56,19 @@ class ReferenceTraining:
             total.backward()
         return total.item(), int(valid)
 
+    def complete_gradients(self, step: int) -> None:
+        """Called with the gradients of a step, after they are recorded."""
+
     def update(self, lr: float) -> None:
         self.optimizer.step(lr)
 
+    def complete_update(self, step: int) -> None:
+        """Called with the weights of a step, after they are recorded."""
+
     def run(self, num_sequences: int, accumulate: int) -> dict[str, Tensor]:
+        """Train, and return every value of every step by "step/kind/name"."""
+        self._record(-1, "parameter", self.params)
+        self._record(-1, "average", self.optimizer.averages)
         for step in range(self.case.steps):
             self._train_step(step, num_sequences, num_sequences // accumulate)
         return self.record
@@ -77,12 +86,15 @@ class ReferenceTraining:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad.div_(max(count, 1))
         # Before clipping: one wrong gradient makes the norm wrong, and clipping would spread it to all of them.
         gradients = {name: p.grad.clone() for name, p in self.trainable.items() if p.grad is not None}
+        self.complete_gradients(step)
         norms = [gradient.norm() for gradient in gradients.values()]
         norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
         if self.case.clip:
             torch.nn.utils.clip_grad_norm_(self.trainable.values(), self.case.clip)
         if count:
             self.update(self.case.learning_rate(step))
+        self._record(step, "parameter", self.params)
+        self.complete_update(step)
         for module in self.model.modules():
             layer: Any = module
             if getattr(module, "expert_load", None) is not None:  # an MoE layer, whose gate may balance by a bias
@@ -92,7 +104,6 @@ class ReferenceTraining:
         self._record(step, "loss", {"": torch.tensor(loss / max(count, 1), dtype=torch.float64)})
         self._record(step, "norm", {"": norm})
         self._record(step, "gradient", gradients)
-        self._record(step, "parameter", self.params)
         self._record(step, "average", self.optimizer.averages)
         self._record(step, "buffer", dict(self.model.named_buffers()))
 

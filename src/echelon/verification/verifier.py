@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from echelon.layout import Layout
 from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.models.model_config import ModelConfig
 from echelon.pipeline.schedules import updates_per_step
+from echelon.verification.as_configured import DerivedTolerance, num_draws, reference_errors
 from echelon.verification.compare import Difference, RankReport, run_and_compare
 from echelon.verification.emulation import write_emulation
 from echelon.verification.fold_layout import DEFAULT_MAX_RANKS
@@ -37,6 +39,8 @@ TOLERANCE, RELATIVE_TOLERANCE, TIMEOUT = 1e-10, 1e-9, 120.0
 """largest `Difference.error` and `Difference.relative` that pass in float64; seconds for each collective"""
 PRELOAD = ("echelon.verification.compare", "echelon.verification.truth")
 """modules that every rank needs, imported once before the pool forks"""
+Tolerance = Callable[[Difference], float]
+"""the relative error that is allowed"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +52,9 @@ class LayoutVerdict:
     max_error: float
     """largest of all quantities: max|a-b| / max(1, max|b|)"""
     max_relative: float
-    """largest of all quantities: norm(a-b) / norm(b)"""
+    """norm(a-b) / norm(b) of the quantity that comes nearest to its tolerance"""
+    tolerance: float
+    """of that quantity: 1e-9 in float64, derived as configured (as_configured.py)"""
     first_difference: Difference | None
     """the first above the tolerance: by step, gradients before weights, in the order of the model's parameters"""
     axis: str
@@ -74,6 +80,7 @@ class LayoutVerdict:
             "passed": self.passed,
             "max_error": self.max_error,
             "max_relative": self.max_relative,
+            "tolerance": self.tolerance,
             "first_difference": shown,
             "seconds": self.seconds,
             "ran": self.ran,
@@ -112,6 +119,7 @@ def verify(
     leave_out: str = "",
     max_ranks: int = DEFAULT_MAX_RANKS,
     config: Config | None = None,
+    as_configured: bool = False,
     pool: RankPool | None = None,
     progress: Callable[[LayoutVerdict], None] = lambda _: None,
     **case_options: Any,
@@ -131,10 +139,10 @@ def verify(
     check_max_ranks(max_ranks)
     case = make_case(model, batch, max_ranks=max_ranks, **case_options)
     replaced: tuple[Replacement, ...] = ()
-    if config is not None:
-        case, replaced = configure_case(case, config)
+    if config is not None or as_configured:
+        case, replaced = configure_case(case, config or Config(), as_configured=as_configured)
     layouts_to_run = parse_layouts(default_layouts(case) if layouts is None else layouts, case)
-    with RankPool(preload=PRELOAD) if pool is None else nullcontext(pool) as ranks:
+    with RankPool(preload=PRELOAD, device=case.config.device) if pool is None else nullcontext(pool) as ranks:
         return replace(Verifier(ranks, case, leave_out).report(layouts_to_run, progress), replaced=replaced)
 
 
@@ -145,6 +153,7 @@ class Verifier:
         self.pool, self.case, self.leave_out = pool, case, leave_out
         self._scratch = ScratchFolder("verify")
         self._truth_files: dict[tuple[Any, ...], Path] = {}
+        self._tolerances: dict[Path, DerivedTolerance] = {}
         self._collective_skipped = False
 
     def report(self, layouts: Iterable[Layout], progress: Callable[[LayoutVerdict], None] = lambda _: None) -> Report:
@@ -169,12 +178,15 @@ class Verifier:
             differences = self._differences(case, ran)
         except RankError as error:
             trouble = str(error)
-        wrong = [difference for difference in differences if is_wrong(difference)]
+        allowed = self._allowed(case, ran)
+        wrong = [difference for difference in differences if _excess(difference, allowed) > 1]
+        nearest = max(differences, key=lambda difference: _excess(difference, allowed), default=None)
         return LayoutVerdict(
             layout=str(layout),
             passed=not wrong and not trouble,
             max_error=float("inf") if trouble else max(difference.error for difference in differences),
-            max_relative=float("inf") if trouble else max(difference.relative for difference in differences),
+            max_relative=nearest.relative if nearest else float("inf"),
+            tolerance=allowed(nearest) if nearest else RELATIVE_TOLERANCE,
             first_difference=wrong[0] if wrong else None,
             axis=self._find_wrong_axis(case, ran) if wrong else "",
             seconds=time.perf_counter() - started,
@@ -218,6 +230,22 @@ class Verifier:
             self._truth_files[key] = path
         return self._truth_files[key]
 
+    def _allowed(self, case: VerifyCase, layout: Layout) -> Tolerance:
+        """Return what each quantity may be off by."""
+        if case.is_float64:
+            return _exact
+        truth = self._truth_file(case, layout)
+        if truth not in self._tolerances:
+            arguments = (case, layout.batch, layout.accumulate, truth)
+            draws = [
+                self.pool.run(reference_errors, 1, *arguments, draw, timeout=TIMEOUT)[0]
+                for draw in range(num_draws(case))
+            ]
+            self._tolerances[truth] = DerivedTolerance(
+                case, chain.from_iterable(draws), num_tokens=layout.batch * case.seq_len
+            )
+        return self._tolerances[truth]
+
     def _find_wrong_axis(self, case: VerifyCase, layout: Layout) -> str:
         """The axes that fail alone: splitting over one axis at a time finds the wrong reduction."""
         shards, replicas = layout.num_shards, layout.dp // layout.num_shards
@@ -246,8 +274,10 @@ class Verifier:
         return " x ".join(axis if hybrid or axis in ("tp", "cp", "pp", "ep") else "dp" for axis in wrong_axes)
 
     def _fails(self, case: VerifyCase, layout: Layout) -> bool:
+        layout = with_two_sequences(layout)
         try:
-            return any(is_wrong(difference) for difference in self._differences(case, with_two_sequences(layout)))
+            allowed, differences = self._allowed(case, layout), self._differences(case, layout)
+            return any(_excess(difference, allowed) > 1 for difference in differences)
         except RankError:
             return True
 
@@ -258,8 +288,15 @@ def _with_enough_steps(case: VerifyCase, layout: Layout) -> VerifyCase:
     return replace(case, steps=max(-(-case.steps // updates), min(case.steps, 3)))
 
 
-def is_wrong(difference: Difference) -> bool:
-    return difference.error > TOLERANCE or difference.relative > RELATIVE_TOLERANCE
+def _exact(difference: Difference) -> float:
+    """In float64, both errors have a tolerance: the absolute one is stated as a relative one."""
+    return RELATIVE_TOLERANCE
+
+
+def _excess(difference: Difference, allowed: Tolerance) -> float:
+    """Return the error as a multiple of what is allowed."""
+    excess = difference.relative / allowed(difference)
+    return max(excess, difference.error / TOLERANCE) if allowed is _exact else excess
 
 
 def with_two_sequences(layout: Layout) -> Layout:

@@ -39,6 +39,11 @@ DEFAULT_MOE_LAYOUTS = (
 
 MAX_RANKS = 1024
 """processes that one machine may start"""
+DEFAULT_GPU_LAYOUTS = "dp=1,accumulate=2; dp=1,recompute=full; dp=1,recompute=ops; dp=1,offload=optimizer"
+"""the default layouts of one GPU, as configured"""
+GPU_SEQ_LEN = 257
+"""tokens of a sequence as configured on a GPU: several blocks of its kernels, and odd"""
+
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send")
 EXPERT_AXES = ("edp", "ereplica", "eshard", "ep", "etp")
 AXES = ("dp", "replica", "shard", "tp", "x", "y", "z", "cp", "ring", "ulysses", "pp", *EXPERT_AXES)
@@ -76,11 +81,11 @@ class VerifyRequest:
         with collect_faults(issues):
             case = make_case(self.model or (config.model if config else "llama-tiny"))
         replaced: tuple[Replacement, ...] = ()
+        case = replace(case, max_ranks=self.max_ranks)
         if config or self.as_configured:
             case, replaced = configure_case(case, config or Config(), as_configured=self.as_configured)
         parsed_layouts: list[Layout] = []
         with collect_faults(issues):
-            case = replace(case, max_ranks=self.max_ranks)
             parsed_layouts = parse_layouts(layouts or default_layouts(case), case)
         if issues:
             raise ValidationError(issues)
@@ -105,7 +110,21 @@ def configure_case(
     runs, replaced = (config, ()) if as_configured else float64_config(config)
     packed = config.data.mask_documents
     case = replace(case, model=model, packed=packed, optimizer=runs.optimizer, clip=runs.clip, config=runs)
-    return case, replaced
+    return (on_real_device(case) if as_configured else case), replaced
+
+
+def on_real_device(case: VerifyCase) -> VerifyCase:
+    """Return the case for the device of a run: on a GPU with its number of ranks, and sizes for its kernels."""
+    import torch
+
+    config, num_gpus = case.config, torch.cuda.device_count()
+    if config.dtype == "float64":
+        raise ValidationError.single("dtype", "float64", "is what verify runs without --as-configured")
+    on_gpu = config.device != "cpu" and num_gpus > 0
+    case = replace(case, config=replace(config, device="cuda" if on_gpu else "cpu"), steps=min(case.steps, 3))
+    if not on_gpu:
+        return case
+    return replace(case, max_ranks=min(case.max_ranks or num_gpus, num_gpus), seq_len=GPU_SEQ_LEN)
 
 
 @contextmanager
@@ -143,6 +162,8 @@ def _find_model(spec: str) -> ModelConfig:
 
 def default_layouts(case: VerifyCase) -> str:
     """The layouts to verify if the user names none: the usual ones that divide the model."""
+    if case.config.device == "cuda" and case.max_ranks == 1:
+        return DEFAULT_GPU_LAYOUTS
     if not isinstance(case.model, ModelConfig):
         return DEFAULT_LAYOUTS
     usual = Layout.parse_many(DEFAULT_MOE_LAYOUTS if case.model.moe else DEFAULT_LAYOUTS)
