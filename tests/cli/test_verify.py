@@ -7,7 +7,9 @@ from typer.testing import CliRunner
 
 from echelon.cli import app
 from echelon.config.sections import OptimizerConfig
+from echelon.layout import ValidationError
 from echelon.models import model_config
+from echelon.planning.planner import find_plans
 from echelon.verification.layout_case import case_for_layout
 from echelon.verification.verifier import LayoutVerdict
 from echelon.verification.verify_request import DEFAULT_LAYOUTS, VerifyRequest
@@ -176,6 +178,20 @@ def test_a_hugging_face_config_is_reduced_as_a_named_model_is(tmp_path):
         request = VerifyRequest(model=str(path), layouts="tp=8,pp=4").resolve()
         small = case_for_layout(request.case, request.layouts[0]).case.model
         assert (request.case.model.layers, small.layers, small.heads, small.kv_heads) == (30, 5, 4, 2)
+
+
+def test_plan_marks_no_hugging_face_model_as_runnable_that_verify_refuses(tmp_path):
+    keys = {"model_type": "gpt_neox", "hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 16}
+    keys |= {"intermediate_size": 4096, "vocab_size": 32000, "max_position_embeddings": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    with pytest.raises(ValidationError, match="is not an architecture that our models compute"):
+        VerifyRequest(model=str(tmp_path), layouts="dp=2").resolve()
+    (plan,) = find_plans(str(tmp_path), "8xh100", layout="dp=8").plans
+    assert not plan.runnable
+    keys |= {"model_type": "llama", "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    (plan,) = find_plans(str(tmp_path), "8xh100", layout="dp=8").plans
+    assert plan.runnable
 
 
 @pytest.mark.parametrize("ranks", ["0", "1", "-3", "1000000"])

@@ -255,8 +255,9 @@ def test_deepseek_without_a_narrow_query() -> None:
 def test_a_config_on_disk(tmp_path: Path) -> None:
     folder = tmp_path / "my-llama"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(LLAMA))
-    assert resolve_shape(str(folder)) == resolve_shape(str(folder / "config.json")) == hf_shape(LLAMA, "my-llama")
+    complete = {**LLAMA, "max_position_embeddings": 64}
+    (folder / "config.json").write_text(json.dumps(complete))
+    assert resolve_shape(str(folder)) == resolve_shape(str(folder / "config.json")) == hf_shape(complete, "my-llama")
     (tmp_path / "other.json").write_text(json.dumps(LLAMA))
     assert resolve_shape(str(tmp_path / "other.json")).name == "other"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,13 +16,14 @@ from echelon.layout.rules import find_issues
 from echelon.models import find_model
 from echelon.models.model_config import ModelConfig
 from echelon.parallel.parallel_options import ParallelOptions
-from echelon.pipeline.schedules import schedule_for_layout
+from echelon.pipeline.schedules import make_schedule, schedule_for_layout
 from echelon.training.engine import Engine
 from echelon.verification import verifier
 from echelon.verification.fold_layout import DEFAULT_MAX_RANKS, MAX_MICROBATCHES, MAX_SEQUENCES
 from echelon.verification.layout_case import LayoutCase, case_for_layout
 from echelon.verification.verify_case import VerifyCase
 from echelon.verification.verify_request import VerifyRequest
+from tests.verification.test_verifier import batch, build
 
 MODELS = (
     *("gpt2-1.5b", "gpt3-175b", "llama-1b", "llama-3b", "llama-8b", "llama-70b", "llama-405b"),
@@ -127,6 +129,24 @@ def test_a_folded_layout_fails_where_a_collective_is_missing(pool: RankPool) -> 
     [verdict] = verifier.verify("llama-70b", "dp=8,tp=8", pool=pool, steps=1, leave_out="tp:reduce_scatter").verdicts
     assert not verdict.passed
     assert (verdict.axis, verdict.folded) == ("tp", "dp=8 to 2, tp=8 to 4")
+
+
+def test_a_plan_of_a_custom_model_is_folded_and_runs(pool: RankPool) -> None:
+    layout = "dp=64,zero=2,shard=8,microbatch=16"
+    [verdict] = verifier.verify(build, layout, batch=batch, pool=pool, max_ranks=4, steps=2).verdicts
+    assert verdict.passed, verdict
+    assert verdict.ran == "dp=4,zero=2,shard=2,microbatch=2"
+    assert verdict.folded == "dp=64 to 4, shard=8 to 2, microbatch=16 to 2"
+
+
+def test_a_schedule_file_has_as_many_layers_as_it_needs(tmp_path: Path) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text(str(make_schedule("interleaved", 4, 12, chunks=3)))
+    text = f"dp=16,pp=4,schedule=file:{path},accumulate=12"
+    request = VerifyRequest(model="llama-70b", layouts=text).resolve()
+    run = case_for_layout(request.case, request.layouts[0])
+    assert isinstance(run.case.model, ModelConfig)
+    assert (run.case.model.layers, run.folded.changes) == (12, "dp=16 to 2")
 
 
 @pytest.mark.soak

@@ -23,6 +23,7 @@ EXAMPLES = """[bold]Examples[/bold]\n
 echelon verify\n
 echelon verify --model gpt-tiny --layouts "dp=2; tp=2,zero=1"\n
 echelon verify --model my_model.py:build --layouts "dp=2,zero=3"\n
+echelon verify --model llama-70b --layouts "dp=4,tp=8,pp=2,schedule=zb-v" --max-ranks 16\n
 echelon verify --set optimizer.name=muon --set optimizer.ema=0.99 --layouts "dp=2,tp=2,zero=1"
 
 echelon verify --as-configured --set dtype=bfloat16 --set optimizer.states=int8 --layouts "dp=2,zero=1"

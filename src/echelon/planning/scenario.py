@@ -140,7 +140,7 @@ class Scenario(TrainingSetup):
         supported = {"tp": self.shape.supports_tp, "cp": self.shape.supports_cp, "pp": self.shape.supports_pp}
         declared = all(supports or getattr(self.layout, axis) == 1 for axis, supports in supported.items())
         trains = declared and self.is_compatible and supports_precision(self.precision, self.layout)
-        return known and not moe and trains
+        return self.shape.trainable and known and not moe and trains
 
     @property
     def is_compatible(self) -> bool:

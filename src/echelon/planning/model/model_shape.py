@@ -167,6 +167,8 @@ class ModelShape:
     experts: int = 0
     """of an MoE layer"""
     top_k: int = 0
+    trainable: bool = True
+    """there is a model that trains it"""
     supports_tp: bool = True
     """a table says how tp splits its modules"""
     supports_cp: bool = True

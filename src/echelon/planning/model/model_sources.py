@@ -8,7 +8,7 @@ from pathlib import Path
 
 from echelon.layout.validation_error import ValidationError, did_you_mean
 from echelon.models import user_model
-from echelon.models.hf.hf_config_reader import read_hf_spec
+from echelon.models.hf.hf_config_reader import read_hf_config, read_hf_spec
 from echelon.models.model_config import SIZES, ModelConfig, find_model
 from echelon.models.model_dir import is_model_dir
 from echelon.planning.model import layer_families
@@ -29,12 +29,20 @@ def resolve_shape(model: str) -> ModelShape:
     if is_model_dir(model):
         return config_shape(find_model(model))
     if model.endswith(".json") or os.path.isfile(os.path.join(model, "config.json")):
-        return transformer_shape(read_hf_spec(Path(model)))
+        return replace(transformer_shape(read_hf_spec(Path(model))), trainable=_is_trainable(Path(model)))
     if ":" in model:
         return _traced_shape(model)
     legal = f"{', '.join(model_names())}, a Hugging Face config.json, or module.py:factory"
     hint = did_you_mean(model, model_names())
     raise ValidationError.single("model", model, "is an unknown model size", legal=legal, hint=hint)
+
+
+def _is_trainable(hf_config: Path) -> bool:
+    """Whether our models compute what a Hugging Face config describes."""
+    try:
+        return bool(read_hf_config(hf_config))
+    except ValidationError:
+        return False
 
 
 def config_shape(config: ModelConfig) -> ModelShape:
