@@ -24,23 +24,28 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compat": set(),
     "draw": set(),
     "rng": set(),
+    "input_file": set(),
     "kernels": {"compat"},
     "launch": {"layout", "compat"},
     "faults": {"layout", "launch", "compat"},
     "moe": {"layout", "kernels", "rng"},
     "precision": {"layout", "kernels", "compat"},
-    "models": {"layout", "kernels", "moe", "rng", "compat"},
-    "data": {"layout", "models", "rng"},
+    "models": {"input_file", "layout", "kernels", "moe", "rng", "compat"},
+    "data": {"input_file", "layout", "models", "rng"},
     "memory": {"layout", "kernels", "models", "rng", "compat"},
     "parallel": {"faults", "layout", "kernels", "models", "moe", "memory", "precision", "rng", "compat"},
     "optim": {"layout", "kernels", "memory", "parallel", "rng", "compat"},
-    "pipeline": {"draw", "faults", "layout", "kernels", "models", "parallel", "precision", "rng", "compat"},
-    "checkpoint": {"faults", "layout", "memory", "models", "optim", "parallel"},
-    "config": {"layout", "memory", "models", "optim", "pipeline"},
-    "planning": {"draw", "layout", "kernels", "models", "memory", "optim", "parallel", "pipeline", "compat"},
+    "pipeline": {
+        *("input_file", "draw", "faults", "layout", "kernels", "models", "parallel", "precision", "rng", "compat"),
+    },
+    "checkpoint": {"input_file", "faults", "layout", "memory", "models", "optim", "parallel"},
+    "config": {"input_file", "layout", "memory", "models", "optim", "pipeline"},
+    "planning": {
+        *("input_file", "draw", "layout", "kernels", "models", "memory", "optim", "parallel", "pipeline", "compat"),
+    },
     "training": {
         *("layout", "kernels", "models", "data", "memory", "parallel", "optim", "pipeline", "launch", "planning"),
-        *("config", "moe", "precision", "rng", "compat", "faults", "checkpoint"),
+        *("config", "moe", "precision", "rng", "compat", "faults", "checkpoint", "input_file"),
     },
     "verification": {
         *("config", "layout", "kernels", "models", "parallel", "pipeline", "precision", "optim", "launch", "training"),
@@ -50,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"draw", "pipeline", "training"},
     "cli": {
         *("config", "faults", "layout", "models", "pipeline", "launch", "training", "verification", "planning"),
-        *("bench", "report", "checkpoint"),
+        *("bench", "report", "checkpoint", "input_file"),
     },
 }
 """the packages that each package may import: `layout` imports none, `cli` is on top"""

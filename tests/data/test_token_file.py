@@ -1,15 +1,19 @@
 import json
 import multiprocessing
 import os
+import random
 import stat
+import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 import pytest
+from hostile_inputs import change_token_file
 
 from echelon.data import TokenFile, TokenFileError, TokenWriter, is_token_file
-from echelon.data.token_file import HEADER_BYTES
+from echelon.data.token_file import BLOCK_BYTES, HEADER_BYTES
 
 
 @pytest.mark.parametrize(
@@ -81,11 +85,11 @@ def test_bytes_after_the_end(write) -> None:
 
 
 def test_a_file_of_another_version(write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echelon.data.token_file.VERSION", 2)
+    monkeypatch.setattr("echelon.data.token_file.VERSION", 3)
     with monkeypatch.context() as patch:
         file = write([3])
-        patch.setattr("echelon.data.token_file.VERSION", 1)
-        with pytest.raises(TokenFileError, match=r"another version .*: 2, expected 1"):
+        patch.setattr("echelon.data.token_file.VERSION", 2)
+        with pytest.raises(TokenFileError, match=r"another version .*: 3, expected 2"):
             TokenFile(file.path)
 
 
@@ -96,7 +100,7 @@ def test_foreign_and_missing_files(tmp_path: Path) -> None:
         TokenFileError, match=r"not a token file .*a.txt: begins with b'once.*; tokenise the text first"
     ):
         TokenFile(text)
-    with pytest.raises(TokenFileError, match="No such file"):
+    with pytest.raises(TokenFileError, match=r"cannot be read \(no such file"):
         TokenFile(tmp_path / "none")
     assert not is_token_file(text)
     assert not is_token_file(tmp_path)
@@ -182,3 +186,94 @@ def test_two_writers_and_a_reader(tmp_path: Path) -> None:
     assert seen <= {(1002, 1, 2), (1003, 2, 2)}
     TokenFile(path).verify()
     assert os.listdir(tmp_path) == [path.name]
+
+
+# -- what is checked, and when: see the note of token_file.py ---------------------------------------------------------
+
+
+def _zeroed(path: Path, start: int, stop: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[start:stop] = bytes(stop - start)
+    path.write_bytes(data)
+
+
+def test_a_half_zeroed_file_is_refused_when_it_is_opened(write) -> None:
+    path = write([500] * 40).path
+    size = path.stat().st_size
+    _zeroed(path, HEADER_BYTES + 100, size // 2)
+    with pytest.raises(TokenFileError, match=r"token file is corrupt .*the bytes of block 0 have changed"):
+        TokenFile(path)
+
+
+def test_blocks_of_a_large_file_are_checked_when_they_are_first_read(write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cached file, half zeroed, trained without a word: only its header was read."""
+    path = write([1000] * 200).path
+    tokens = TokenFile(path).tokens.copy()
+    _zeroed(path, HEADER_BYTES + 3 * BLOCK_BYTES, HEADER_BYTES + 4 * BLOCK_BYTES)
+    monkeypatch.setattr("echelon.data.token_file.VERIFY_BYTES", 0)
+    file, per_block = TokenFile(path), BLOCK_BYTES // 2
+    assert np.array_equal(file.read(10, 3 * per_block), tokens[10 : 3 * per_block])
+    assert np.array_equal(file.read(len(tokens) - 5, len(tokens) + 5), tokens[-5:])
+    for start, stop in (
+        (3 * per_block - 1, 3 * per_block + 1),
+        (4 * per_block - 1, 4 * per_block + 9),
+        (0, len(tokens)),
+    ):
+        with pytest.raises(TokenFileError, match="the bytes of block 3 have changed"):
+            file.read(start, stop)
+    data = path.read_bytes()
+    for place in (len(data) - 1, file.header.offsets_start + 8):  # the table of checksums, an offset
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        with pytest.raises(TokenFileError, match="have changed"):
+            TokenFile(path)
+
+
+def test_wrong_values_with_right_checksums(write) -> None:
+    good = write([500] * 40).path.read_bytes()
+    for part, says in (("tokens", "outside of the vocabulary"), ("offsets", "offsets are not in order")):
+        path = write([500] * 40).path
+        change_token_file(path, part, random.Random(1))
+        assert path.read_bytes() != good
+        with pytest.raises(TokenFileError, match=says):
+            TokenFile(path)
+
+
+def test_headers_of_other_types_with_right_checksums(write) -> None:
+    for name, value in (
+        ("num_tokens", "4"),
+        ("num_documents", 1.0),
+        ("vocab_size", None),
+        ("eos", True),
+        ("sha256", 7),
+    ):
+        path = write([3]).path
+        header = json.loads(path.read_bytes()[:HEADER_BYTES]) | {name: value}
+        del header["crc32"]
+        text = json.dumps({**header, "crc32": zlib.crc32(json.dumps(header).encode())}).encode()
+        path.write_bytes(text.ljust(HEADER_BYTES - 1) + b"\n" + path.read_bytes()[HEADER_BYTES:])
+        with pytest.raises(TokenFileError, match="header of a token file is damaged"):
+            TokenFile(path)
+
+
+def test_a_file_of_version_1_is_read_in_full(write, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write([500] * 40).path
+    file = TokenFile(path)
+    header, tokens, data = replace(file.header, blocks_crc32=None), file.tokens.copy(), path.read_bytes()
+    fields = {
+        name: value for name, value in json.loads(header.encode()).items() if name not in ("crc32", "blocks_crc32")
+    }
+    assert fields["version"] == 1
+    text = json.dumps({**fields, "crc32": zlib.crc32(json.dumps(fields).encode())}).encode()
+    path.write_bytes(text.ljust(HEADER_BYTES - 1) + b"\n" + data[HEADER_BYTES : header.blocks_start])
+    monkeypatch.setattr("echelon.data.token_file.VERIFY_BYTES", 0)
+    assert np.array_equal(TokenFile(path).read(0, len(tokens)), tokens)
+    _zeroed(path, HEADER_BYTES + 100, HEADER_BYTES + 200)
+    with pytest.raises(TokenFileError, match="sha256"):
+        TokenFile(path)
+
+
+def test_a_fifo_is_no_token_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.tokens")
+    with pytest.raises(TokenFileError, match="it is a FIFO"):
+        TokenFile(tmp_path / "x.tokens")
+    assert not is_token_file(tmp_path / "x.tokens")

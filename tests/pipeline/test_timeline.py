@@ -104,8 +104,8 @@ def test_a_run_stores_planned_and_measured(tmp_path, planned, measured):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "cannot be read"),
-        ("[]", "cannot be read"),
+        ("{", "is not valid JSON"),
+        ("[]", "is not an object"),
         ("{}", "is empty"),
         ('{"planned": {"homes": [0]}}', "not a timeline"),
         ('{"planned": {"name": "x", "homes": [0], "ranks": [[["0Q0", 0, 1]]]}}', "'0Q0' is not an action"),

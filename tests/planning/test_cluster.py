@@ -232,9 +232,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "cannot be read" in nothing.message
     path = tmp_path / "broken.toml"
     path.write_text("[[part")
-    assert "cannot be read" in faults(str(path))[0].message
+    assert "is not valid TOML" in faults(str(path))[0].message
     path.write_bytes(b"\xff\xfe")
-    assert "cannot be read" in faults(str(path))[0].message
+    assert "is not UTF-8" in faults(str(path))[0].message
     path.write_text("")
     assert "lists no devices" in faults(str(path))[0].message
     path.write_text("part = 3\ninside = 4\ncurves = 5\nhost = []\nname = 6")

@@ -55,7 +55,11 @@ def find_step(storage: Storage, step: int | None = None) -> int:
 
 
 def open_index(storage: Storage, step: int) -> CheckpointIndex:
-    return checkpoint_index.parse_index(*read_index_files(storage, step), f"{storage.address}/{step_dir_name(step)}")
+    where = f"{storage.address}/{step_dir_name(step)}"
+    index = checkpoint_index.parse_index(*read_index_files(storage, step), where)
+    if index.step != step:
+        raise CheckpointError(f"the checkpoint is of another step ({where}: step {index.step}); use another checkpoint")
+    return index
 
 
 def load_checkpoint(state: TrainingState, storage: Storage, step: int, group: CheckpointGroup) -> LoadResult:

@@ -20,11 +20,12 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from echelon.checkpoint.checkpoint_index import DIGEST_FILE, INDEX_FILE, CheckpointError
+from echelon.checkpoint.checkpoint_index import DIGEST_FILE, INDEX_FILE, MAX_INDEX_BYTES, CheckpointError
 from echelon.checkpoint.direct_io import WRITE_CHUNK_BYTES, Buffer, WaitForBytes, no_wait, write_direct
 from echelon.faults.injector import on_file_write
+from echelon.input_file import InputFileError, open_input
 
 STEP_DIR_PATTERN = re.compile(r"step-(\d{8,})")
 WRITING_PREFIX, PREVIOUS_PREFIX = ".writing-", ".before-"
@@ -125,7 +126,7 @@ class LocalStorage:
         """Read byte ranges (first byte, number) one after another."""
         path, data, at = self._existing_dir(step) / name, bytearray(sum(count for _, count in ranges)), 0
         view = memoryview(data)
-        with _storage_errors(path, "read", OSError), path.open("rb", buffering=0) as file:
+        with _storage_errors(path, "read", OSError), _open_part(path) as file:
             for start, count in ranges:
                 while count:
                     num_read = os.preadv(file.fileno(), [view[at : at + min(count, WRITE_CHUNK_BYTES)]], start)
@@ -154,6 +155,13 @@ class LocalStorage:
 
     def _writing_dir(self, step: int) -> Path:
         return self.folder / f"{WRITING_PREFIX}{step_dir_name(step)}"
+
+
+def _open_part(path: Path) -> BinaryIO:
+    try:
+        return open_input(path)
+    except InputFileError as error:
+        raise CheckpointError(f"the checkpoint is corrupt, or may not be read ({error})") from error
 
 
 def _fsync_dir(folder: Path) -> None:
@@ -297,5 +305,8 @@ def read_index_files(storage: Storage, step: int) -> tuple[bytearray, bytearray]
         size = storage.size(step, name)
         if size is None:
             raise CheckpointError(f"the checkpoint is corrupt ({storage.address}/{step_dir_name(step)} has no {name})")
+        if size > MAX_INDEX_BYTES:
+            where = f"{storage.address}/{step_dir_name(step)}/{name}"
+            raise CheckpointError(f"the checkpoint is corrupt ({where} has {size:,} bytes); use another checkpoint")
         files.append(storage.read(step, name, [(0, size)]))
     return files[0], files[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,11 +12,15 @@ from typing import Any
 
 import typer
 
+from echelon.input_file import os_reason
 from echelon.launch.rank_failure import RankError, traceback_modules, user_error_messages
 from echelon.launch.world import JoinError
 from echelon.models.user_model import USER_MODULE_PREFIX
 
 EXIT_BAD_INPUT, EXIT_FAILED = 2, 1
+MAX_LINE = 2000
+PATH_MODULES = ("pathlib", "os", "posixpath", "genericpath", "shutil")
+"""modules that raise for a path that Echelon gave them"""
 
 
 @contextmanager
@@ -31,6 +36,12 @@ def report_errors(as_json: bool) -> Iterator[None]:
     except JoinError as error:
         _print_errors(as_json, [f"echelon: {error}"])
         raise typer.Exit(EXIT_FAILED) from None
+    except OSError as error:
+        if error.filename is None or any(name.startswith(USER_MODULE_PREFIX) for name in traceback_modules(error)):
+            raise
+        reason = f"{os.fsdecode(error.filename)}: {os_reason(error)}"
+        _print_errors(as_json, [f"the operating system refused a file ({reason}); check its path and permissions"])
+        raise typer.Exit(EXIT_FAILED) from None
     except RankError as error:
         failure = error.failure
         if failure is not None and failure.user_errors and _is_user_error(failure.modules):
@@ -41,14 +52,21 @@ def report_errors(as_json: bool) -> Iterator[None]:
 
 
 def _print_errors(as_json: bool, errors: Sequence[str]) -> None:
+    errors = ["\n".join(map(_shorten, error.splitlines())) for error in errors]
     print("\n".join(errors), file=sys.stderr)
     if as_json:
         print_json({"errors": errors})
 
 
+def _shorten(line: str) -> str:
+    """The start of a line: a value of a broken file may have any length."""
+    return line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]}…"
+
+
 def _is_user_error(modules: Sequence[str]) -> bool:
     """Whether Echelon's own code raised, not a user's model or a library, whose traceback is needed."""
-    ours = bool(modules) and modules[-1].partition(".")[0] == "echelon"
+    raised = [name for name in modules if name not in PATH_MODULES][-1:]
+    ours = bool(raised) and raised[0].partition(".")[0] == "echelon"
     return ours and not any(name.startswith(USER_MODULE_PREFIX) for name in modules)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.config import schema
+from echelon.input_file import InputFileError, open_input
 from echelon.layout import Layout, ValidationError, ValidationIssue, check_layout, did_you_mean, grammar
 from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.memory.checkpointing.cost import ineffective_options
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from echelon.config.sections import PipelineConfig
 
 
+MAX_NAME_BYTES = 255
+"""of a file or directory, on nearly every file system"""
 KeyedIssue = tuple[tuple[str, ...], ValidationIssue]
 """the keys that a rule reads, and the issue that it reports"""
 
@@ -56,15 +59,27 @@ def _data_rules(config: Config, layout: Layout) -> Iterator[KeyedIssue]:
         message, legal = "has nothing to evaluate on (data.eval_fraction=0)", "0, or data.eval_fraction > 0"
         yield _keyed("eval.every", config.eval.every, message, reads=("data.eval_fraction",), legal=legal)
     for path in data.path:
-        file = Path(path)
-        if not file.exists():
+        if not os.path.exists(path):
             yield _keyed("data.path", path, "does not exist", legal="files and folders")
-        elif file.is_file() and not file.stat().st_size:
+        elif message := _unreadable(path):
+            yield _keyed("data.path", path, message, legal="readable files and folders")
+        elif os.path.isfile(path) and not os.path.getsize(path):
             yield _keyed("data.path", path, "is empty", legal="files with text or tokens")
-    if data.tokenizer != "bytes" and not Path(data.tokenizer).is_file():
+    if data.tokenizer != "bytes" and not os.path.isfile(data.tokenizer):
         suggestion, legal = did_you_mean(data.tokenizer, ["bytes"]), "bytes, or a tokenizers JSON file"
         issue = ValidationIssue("data.tokenizer", data.tokenizer, "does not exist", legal=legal, hint=suggestion)
         yield ("data.tokenizer",), issue
+
+
+def _unreadable(path: str) -> str:
+    """Return why a file or folder of data cannot be read, or an empty text."""
+    if os.path.isdir(path):
+        return "" if os.access(path, os.R_OK | os.X_OK) else "cannot be read (permission denied)"
+    try:
+        open_input(path).close()
+    except InputFileError as error:
+        return error.reason
+    return ""
 
 
 def _precision_rules(config: Config, layout: Layout) -> Iterator[KeyedIssue]:
@@ -128,8 +143,10 @@ def _run_rules(config: Config, layout: Layout) -> Iterator[KeyedIssue]:
 
 def _folder_problem(wanted: Path) -> str:
     """Return why a directory cannot be created or written, or an empty text."""
-    existing = next((path for path in (wanted, *wanted.parents) if path.exists()), Path())
-    if not existing.is_dir():
+    if "\0" in str(wanted) or any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in wanted.parts):
+        return f"cannot be created (a name has a NUL byte, or more than {MAX_NAME_BYTES} bytes)"
+    existing = next((path for path in (wanted, *wanted.parents) if os.path.exists(path)), Path())
+    if not os.path.isdir(existing):
         return f"cannot be created ({existing} is a file)"
     return "" if os.access(existing, os.W_OK | os.X_OK) else f"cannot be written ({existing} is read-only)"
 
@@ -302,9 +319,10 @@ def profile_issues(pipeline: PipelineConfig) -> Iterator[ValidationIssue]:
         yield ValidationIssue(key, given, "is incompatible with pipeline.layers", hint="give one")
     if given and given != MEASURE:
         try:
-            PipelineProfile.from_json(Path(given).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, ValueError) as error:
-            yield ValidationIssue(key, given, f"cannot be read ({error})", legal=f"{MEASURE}, or RUN/profile.json")
+            PipelineProfile.read(given)
+        except ValueError as error:
+            reason = error.reason if isinstance(error, InputFileError) else f"cannot be read ({error})"
+            yield ValidationIssue(key, given, reason, legal=f"{MEASURE}, or RUN/profile.json")
 
 
 def stage_issues(layers: tuple[int, ...], stages: int, model: ModelConfig) -> Iterator[ValidationIssue]:

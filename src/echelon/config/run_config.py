@@ -6,7 +6,6 @@ small model on text that exists on every machine, in about a minute.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +14,9 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from echelon.config import schema, sections
 from echelon.config.config_rules import cross_key_issues, keys_without_effect, no_effect_issues
 from echelon.config.schema import ConfigKey, Range, SettingText
-from echelon.config.sections import ABOVE_ZERO, AT_LEAST_0, AT_LEAST_1, BELOW_ONE
+from echelon.config.sections import AT_LEAST_0, AT_LEAST_1, BELOW_ONE
+from echelon.config.size_rules import size_issues
+from echelon.input_file import InputFileError, parse_toml, read_toml
 from echelon.layout import ValidationError, ValidationIssue, grammar
 from echelon.layout.validation_error import closest_word
 from echelon.models import model_config
@@ -74,7 +75,7 @@ class Config:
     """Override the dropout of hidden units inside experts."""
     run: str = ""
     """The run's directory. Empty: runs/MODEL-TIME."""
-    timeout: Annotated[float, ABOVE_ZERO] = 600.0
+    timeout: Annotated[float, Range(low=0.1, high=1e7)] = 600.0
     """Seconds that a rank waits for other ranks."""
 
     def override_model(self, model: model_config.ModelConfig, seq_len: int = 0) -> model_config.ModelConfig:
@@ -90,10 +91,12 @@ class Config:
         *,
         world: int | None = None,
         written_by_run: bool = False,
+        to_train: bool = False,
     ) -> Self:
         """Load a TOML file with "key=value" settings over it. Raise ValidationError with every issue.
 
-        A file that a run wrote may have keys without effect next to the settings, since no user set them.
+        A file that a run wrote may have keys without effect next to the settings, since no user set them. With
+        `to_train`, sizes must fit into this machine.
         """
         given, issues = _read_file(cls, path)
         typed, more = _read_settings(settings)
@@ -101,6 +104,7 @@ class Config:
         invalid_keys = {issue.key for issue in invalid}
         issues += [*more, *invalid, *config.issues(world=world, invalid_keys=invalid_keys)]
         issues += no_effect_issues(config, typed if written_by_run else given | typed, invalid_keys)
+        issues += size_issues(config, world=world, invalid_keys=invalid_keys) if to_train else []
         return _checked(config, issues)
 
     @classmethod
@@ -117,7 +121,7 @@ class Config:
     @classmethod
     def from_toml(cls, text: str) -> Self:
         """Build it from the TOML text of `to_toml`, without checking that its files still exist."""
-        config, issues = _build(cls, schema.flatten(cls, tomllib.loads(text)))
+        config, issues = _build(cls, schema.flatten(cls, parse_toml(text)))
         return _checked(config, issues)
 
     def to_toml(self) -> str:
@@ -160,12 +164,9 @@ def _read_file(cls: type, path: str | Path | None) -> tuple[dict[str, Any], list
     if path is None:
         return {}, []
     try:
-        return schema.flatten(cls, tomllib.loads(Path(path).read_text(encoding="utf-8"))), []
-    except OSError as error:
-        rule = f"cannot be read ({(error.strerror or str(error)).lower()})"
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        rule = f"is not valid TOML ({str(error)[:1].lower()}{str(error)[1:]})"
-    return {}, [ValidationIssue("config", str(path), rule, legal="a TOML file")]
+        return schema.flatten(cls, read_toml(path)), []
+    except InputFileError as error:
+        return {}, [ValidationIssue("config", str(path), error.reason, legal="a TOML file")]
 
 
 def _read_settings(settings: Sequence[str]) -> tuple[dict[str, Any], list[ValidationIssue]]:

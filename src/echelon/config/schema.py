@@ -16,16 +16,18 @@ import itertools
 import json
 import math
 import textwrap
-import tomllib
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
+from echelon.input_file import parse_toml
 from echelon.layout.validation_error import ValidationIssue, did_you_mean
 
 Tree = TypeVar("Tree")
+MAX_INT64 = 2**63 - 1
+"""bound of every integer: steps and samples are counted in int64"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +101,8 @@ class SettingText:
     @property
     def value(self) -> Any:
         try:
-            table = tomllib.loads(f"value = {self.text}")
-        except tomllib.TOMLDecodeError:
+            table = parse_toml(f"value = {self.text}")
+        except ValueError:
             return self.text
         # A line break in the text may start a second key: then it is plain text.
         return table["value"] if table.keys() == {"value"} else self.text
@@ -288,6 +290,8 @@ def _convert_scalar(hint: Any, value: Any) -> Any:
         raise TypeMismatchError("is not an integer", f"write {int(value)}")
     if type(value) is not hint:
         raise TypeMismatchError(f"is not {_describe_type(hint)}")
+    if hint is int and not abs(value) <= MAX_INT64:
+        raise TypeMismatchError(f"is out of range (at most {MAX_INT64} in size)")
     return value
 
 

@@ -127,7 +127,7 @@ class ElasticConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig:
-    tokens: Annotated[int, AT_LEAST_0] = 160
+    tokens: Annotated[int, Range(low=0, high=1_000_000)] = 160
     """Tokens of text to generate after the last step; 0 turns it off."""
     prompt: str = "def "
     """Prompt of the generated text."""
@@ -149,7 +149,7 @@ class MemoryConfig:
     """With tp and sp=0, shard the saved inputs of recomputed layers over tp, and all-gather them to recompute."""
     arena: bool = False
     """Save the inputs of recomputed layers in one preallocated block, which avoids fragmentation."""
-    buffer: Annotated[float, AT_LEAST_0] = 0.0
+    buffer: Annotated[float, Range(low=0, high=1e9)] = 0.0
     """Largest parameter group in MiB: larger layers are divided into their modules. 0: no limit."""
     host: Annotated[float | None, FRACTION] = None
     """With offload, fraction of the optimizer states to offload. Empty: as few as the GPU's memory requires."""

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from echelon.data.token_file import VERSION, AnyPath, TokenFile, TokenFileError, is_token_file
-from echelon.data.tokenize import Progress, text_files, tokenize
+from echelon.data.tokenize import Progress, TextError, text_files, tokenize
 from echelon.data.tokenizer import Tokenizer
+from echelon.input_file import is_file, os_reason
 
 
 def prepare_token_file(
@@ -15,14 +16,13 @@ def prepare_token_file(
 ) -> Path:
     """Verify an entry of `data.path` if it is a token file, else tokenise it into `folder`; returns the token file."""
     path = Path(path)
-    if is_token_file(path) or (path.suffix == ".tokens" and path.is_file()):
+    if is_token_file(path) or (path.suffix == ".tokens" and is_file(path)):
         file = TokenFile(path)
         if (written_with := file.header.tokenizer) != tokenizer.name:
             raise TokenFileError(
                 f"token file was written with another tokenizer ({path}: {written_with}, data.tokenizer: "
                 f"{tokenizer.name}); set data.tokenizer to that one"
             )
-        file.verify()
         return path
     name = path.resolve().stem or "text"
     return cached_token_file(text_files([path]), folder, name=name, tokenizer=tokenizer, progress=progress)
@@ -36,12 +36,15 @@ def cached_token_file(
     Two processes may call this at once: each writes a temporary file with the same bytes and renames it.
     """
     # Size and time stand for the content, as in make: reading a corpus to compare it costs as much as using it.
-    stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    try:
+        stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    except OSError as error:
+        raise TextError(f"{error.filename} cannot be read ({os_reason(error)}); check data.path") from error
     key = hashlib.sha256(json.dumps([VERSION, tokenizer.name, stats]).encode()).hexdigest()[:16]
     output = Path(folder, f"{name}-{key}.tokens")
     try:
         TokenFile(output)
     except TokenFileError:
         # Missing or corrupt: write it.
-        tokenize(files, output, tokenizer=tokenizer, progress=progress).verify()
+        tokenize(files, output, tokenizer=tokenizer, progress=progress)
     return output

@@ -164,7 +164,7 @@ class TokenDataset:
             if number < 0:
                 continue
             file, begin = self.files[number], sample * length
-            piece = file.tokens[begin : begin + length + 1]
+            piece = file.read(begin, begin + length + 1)
             window[row, : len(piece)] = piece
             known[row, : len(piece)] = True
             if self.mask_documents:

@@ -1,13 +1,23 @@
 """Token files: tokens on disk, memory-mapped, with a readable header.
 
-    +---------------------------+------------------------+---------+----------------------------+
-    | header, 4096 bytes        | tokens                 | padding | document offsets           |
-    | JSON, padded with spaces  | uint16 or uint32, LE   | to 8    | int64, LE, starts in order |
-    +---------------------------+------------------------+---------+----------------------------+
+    +---------------------------+------------------------+---------+----------------------------+------------------+
+    | header, 4096 bytes        | tokens                 | padding | document offsets           | block checksums  |
+    | JSON, padded with spaces  | uint16 or uint32, LE   | to 8    | int64, LE, starts in order | CRC-32, uint32 LE|
+    +---------------------------+------------------------+---------+----------------------------+------------------+
+                                <----- in blocks of 64 KiB, each with its checksum ------------>
 
-The header has a fixed size because the counts and the checksum are known only after the last token was streamed out. It
-contains its own CRC, which is checked when a file is opened; the payload's SHA-256 is compared once per run (see
-token_cache.py), since that reads the full file. The same text always gives the same bytes.
+The header has a fixed size because the counts and the checksum are known only after the last token was streamed out.
+The same text always gives the same bytes.
+
+[Note: what is checked, and when]
+
+    opening     the header's own CRC and types, the table of checksums, every document offset
+                of a file up to VERIFY_BYTES: everything, and the SHA-256 of the header
+    reading     of a larger file, each block when one of its tokens is first read: its checksum, and that every token
+                is of the vocabulary
+
+So no token that was not written by a `TokenWriter` is trained on, and a terabyte is opened as quickly as a page. Files
+of version 1 have no block checksums and are read in full when they are opened.
 """
 
 import contextlib
@@ -18,6 +28,7 @@ import secrets
 import shutil
 import tempfile
 import zlib
+from array import array
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,12 +38,17 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
+from echelon.input_file import MIB, InputFileError, open_input, parse_json
+
 MAGIC = "echelon-tokens"
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 4096
 _PREFIX = b'{"magic": "' + MAGIC.encode() + b'"'
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-_OFFSET = np.dtype("<i8")
+_OFFSET, _CHECKSUM = np.dtype("<i8"), np.dtype("<u4")
+BLOCK_BYTES = 1 << 16
+VERIFY_BYTES = 64 * MIB
+"""a file up to this size is read in full when it is opened"""
 _CHUNK_BYTES = 1 << 22
 
 IntArray = npt.NDArray[np.int64]
@@ -61,10 +77,12 @@ class TokenFileHeader:
     tokenizer: str
     """The tokenizer's name; files of one run must agree on it."""
     sha256: str
-    """Checksum of everything after the header."""
+    """Checksum of the tokens, the padding and the offsets."""
+    blocks_crc32: int | None = None
+    """CRC-32 of the block checksums; none in a file of version 1."""
 
     def encode(self) -> bytes:
-        fields = {"magic": MAGIC, "version": VERSION, **asdict(self)}
+        fields = {"magic": MAGIC, "version": VERSION if self.blocks_crc32 is not None else 1, **asdict(self)}
         text = json.dumps({**fields, "crc32": zlib.crc32(json.dumps(fields).encode())}).encode()
         if len(text) >= HEADER_BYTES:
             raise TokenFileError(
@@ -79,18 +97,27 @@ class TokenFileHeader:
         return end + -end % _OFFSET.itemsize
 
     @property
-    def file_bytes(self) -> int:
+    def blocks_start(self) -> int:
+        """Position of the first block checksum: the end of what the checksums cover."""
         return self.offsets_start + self.num_documents * _OFFSET.itemsize
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-(self.blocks_start - HEADER_BYTES) // BLOCK_BYTES)
+
+    @property
+    def file_bytes(self) -> int:
+        return self.blocks_start + (self.num_blocks * _CHECKSUM.itemsize if self.blocks_crc32 is not None else 0)
 
 
 class TokenFile:
-    """A token file opened for reading. Opening reads one page, whatever the size."""
+    """A token file opened for reading; see [Note: what is checked, and when]."""
 
     def __init__(self, path: AnyPath) -> None:
         self.path = Path(path)
         # Opened once: a writer may replace the file between two opens. The opened one stays intact while it is mapped.
         try:
-            with self.path.open("rb") as file:
+            with open_input(self.path) as file:
                 self.header = header = _read_header(file, self.path)
                 size = os.fstat(file.fileno()).st_size
                 if size != header.file_bytes:
@@ -100,29 +127,74 @@ class TokenFile:
                     )
                 # A plain array, not a memmap: creating the subclass costs more than the small slices of it.
                 self._bytes = np.asarray(np.memmap(file, np.uint8, "r"))
+        except InputFileError as error:
+            raise TokenFileError(f"token file {error}; check data.path") from error
         except OSError as error:
             raise TokenFileError(f"cannot read token file ({self.path}: {error.strerror}); check data.path") from error
         dtype = _DTYPES[header.dtype]
-        self.tokens: AnyIntArray = self._bytes[HEADER_BYTES:][: header.num_tokens * dtype.itemsize].view(dtype)
-        self.offsets: IntArray = self._bytes[header.offsets_start :].view(_OFFSET)
+        self._payload = self._bytes[HEADER_BYTES : header.blocks_start]
+        self.tokens: AnyIntArray = self._payload[: header.num_tokens * dtype.itemsize].view(dtype)
+        """without a check of their blocks, which `read` makes"""
+        self.offsets: IntArray = self._payload[header.offsets_start - HEADER_BYTES :].view(_OFFSET)
+        self._checksums = self._bytes[header.blocks_start :].view(_CHECKSUM)
+        self._is_checked = np.zeros(header.num_blocks, bool)
+        if header.blocks_crc32 is not None and zlib.crc32(self._checksums.data) != header.blocks_crc32:
+            raise self._corrupt("the block checksums have changed")
+        self._check_offsets()
+        if header.blocks_crc32 is None or header.file_bytes <= VERIFY_BYTES:
+            self.verify()
+
+    def read(self, start: int, stop: int) -> AnyIntArray:
+        """The tokens of a range, after a check of its blocks."""
+        size = self.tokens.itemsize
+        first, last = start * size // BLOCK_BYTES, -(-min(stop, len(self.tokens)) * size // BLOCK_BYTES)
+        if not self._is_checked[first:last].all():
+            self._check_blocks(first, last)
+        return self.tokens[start:stop]
 
     def verify(self) -> None:
-        """Read the full file and compare it with the header's checksum."""
-        sha256 = hashlib.sha256(self._bytes[HEADER_BYTES:].data).hexdigest()
+        """Read the full file and compare it with the header's checksum and vocabulary."""
+        sha256 = hashlib.sha256(self._payload.data).hexdigest()
         if sha256 != self.header.sha256:
-            raise TokenFileError(
-                f"token file is corrupt ({self.path}: sha256 {sha256[:12]}…, "
-                f"expected {self.header.sha256[:12]}…); write it again"
-            )
+            raise self._corrupt(f"sha256 {sha256[:12]}…, expected {self.header.sha256[:12]}…")
+        self._check_blocks(0, self.header.num_blocks)
+
+    def _check_blocks(self, first: int, last: int) -> None:
+        per_block = BLOCK_BYTES // self.tokens.itemsize
+        for block in range(first, last):
+            if len(self._checksums):
+                data = self._payload[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
+                if zlib.crc32(data.data) != self._checksums[block]:
+                    raise self._corrupt(f"the bytes of block {block} have changed")
+            largest = self.tokens[block * per_block : (block + 1) * per_block].max(initial=0)
+            if largest >= self.header.vocab_size:
+                raise self._corrupt(f"token {largest} is outside of the vocabulary of {self.header.vocab_size}")
+            self._is_checked[block] = True
+
+    def _check_offsets(self) -> None:
+        """Check that documents start in order, the first at 0 and the last before the end."""
+        if len(self._checksums):
+            self._check_blocks((self.header.offsets_start - HEADER_BYTES) // BLOCK_BYTES, self.header.num_blocks)
+        in_order = self.offsets[0] == 0 and self.offsets[-1] < self.header.num_tokens
+        for start in range(0, len(self.offsets), _CHUNK_BYTES):
+            part = self.offsets[start : start + _CHUNK_BYTES + 1]
+            in_order = in_order and bool((part[1:] > part[:-1]).all())
+        if not in_order:
+            raise self._corrupt("its document offsets are not in order")
+
+    def _corrupt(self, what: str) -> TokenFileError:
+        return TokenFileError(
+            f"token file is corrupt ({self.path}: {what}); write it again, or remove it from the cache"
+        )
 
 
 def is_token_file(path: AnyPath) -> bool:
     """Whether the file starts like a token file. Its contents may still be corrupt."""
-    path = Path(path)
-    if not path.is_file():
+    try:
+        with open_input(path) as file:
+            return file.read(len(_PREFIX)) == _PREFIX
+    except (InputFileError, OSError):
         return False
-    with path.open("rb") as file:
-        return file.read(len(_PREFIX)) == _PREFIX
 
 
 def _read_header(file: BinaryIO, path: Path) -> TokenFileHeader:
@@ -135,7 +207,7 @@ def _read_header(file: BinaryIO, path: Path) -> TokenFileHeader:
             f"token file is truncated ({path}: {len(raw)} bytes, the header alone has {HEADER_BYTES}); write it again"
         )
     try:
-        fields = json.loads(raw)
+        fields = parse_json(raw)
     except ValueError:
         raise damaged from None
     crc32 = fields.pop("crc32", None)
@@ -143,16 +215,27 @@ def _read_header(file: BinaryIO, path: Path) -> TokenFileHeader:
         raise damaged
     # After the CRC: a wrong version is then real, not a flipped bit.
     version = fields.pop("version", None)
-    if version != VERSION:
-        raise TokenFileError(f"token file has another version ({path}: {version}, expected {VERSION}); write it again")
+    if version not in (1, VERSION):
+        found = str(version)[:40]
+        raise TokenFileError(f"token file has another version ({path}: {found}, expected {VERSION}); write it again")
     del fields["magic"]
     try:
         header = TokenFileHeader(**fields)
     except TypeError:
         raise damaged from None
-    if header.dtype not in _DTYPES:
+    if not _is_valid(header) or (header.blocks_crc32 is None) != (version == 1):
         raise damaged
     return header
+
+
+def _is_valid(header: TokenFileHeader) -> bool:
+    """Whether every field has its type and a possible value."""
+    texts = (header.dtype, header.tokenizer, header.sha256)
+    numbers = (header.num_tokens, header.num_documents, header.vocab_size, header.eos, header.blocks_crc32 or 0)
+    if not all(type(text) is str for text in texts) or not all(type(number) is int for number in numbers):
+        return False
+    has_counts = 1 <= header.num_documents < header.num_tokens and 0 <= header.eos < header.vocab_size <= 1 << 32
+    return has_counts and header.dtype in _DTYPES
 
 
 class TokenWriter:
@@ -174,6 +257,7 @@ class TokenWriter:
         self._header = TokenFileHeader(dtype=dtype, vocab_size=vocab_size, eos=eos, tokenizer=tokenizer, **unknown)
         self._num_tokens = self._num_documents = 0
         self._digest = hashlib.sha256()
+        self._checksums, self._crc32, self._block_bytes = array("I"), 0, 0
         # A header that is too long fails here rather than after hours of writing.
         self._header.encode()
 
@@ -228,8 +312,21 @@ class TokenWriter:
             )
         data = tokens.astype(_DTYPES[self._header.dtype]).tobytes()
         self._write(self._file, data)
-        self._digest.update(data)
+        self._update_checksums(data)
         self._num_tokens += tokens.size
+
+    def _update_checksums(self, data: bytes) -> None:
+        self._digest.update(data)
+        rest = memoryview(data)
+        while rest:
+            part, rest = rest[: BLOCK_BYTES - self._block_bytes], rest[BLOCK_BYTES - self._block_bytes :]
+            self._crc32, self._block_bytes = zlib.crc32(part, self._crc32), self._block_bytes + len(part)
+            if self._block_bytes == BLOCK_BYTES:
+                self._end_block()
+
+    def _end_block(self) -> None:
+        self._checksums.append(self._crc32)
+        self._crc32 = self._block_bytes = 0
 
     def _write(self, file: BinaryIO, data: bytes) -> None:
         # Only around the write: an error of the iterator that produces the pieces is not a write error.
@@ -244,13 +341,17 @@ class TokenWriter:
         header = replace(self._header, num_tokens=self._num_tokens, num_documents=self._num_documents)
         padding = bytes(header.offsets_start - self._file.tell())
         self._file.write(padding)
-        self._digest.update(padding)
+        self._update_checksums(padding)
         self._offsets.seek(0)
         while chunk := self._offsets.read(_CHUNK_BYTES):
-            self._digest.update(chunk)
+            self._update_checksums(chunk)
             self._file.write(chunk)
+        if self._block_bytes:
+            self._end_block()
+        checksums = np.array(self._checksums, _CHECKSUM).tobytes()
+        self._file.write(checksums)
         self._file.seek(0)
-        self._file.write(replace(header, sha256=self._digest.hexdigest()).encode())
+        self._file.write(replace(header, sha256=self._digest.hexdigest(), blocks_crc32=zlib.crc32(checksums)).encode())
         self._file.flush()
         # Without this a crash of the node may leave an empty file under the name.
         os.fsync(self._file.fileno())

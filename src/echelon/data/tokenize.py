@@ -7,6 +7,7 @@ from typing import BinaryIO
 
 from echelon.data.token_file import AnyIntArray, AnyPath, TokenFile, TokenWriter
 from echelon.data.tokenizer import ByteTokenizer, Tokenizer
+from echelon.input_file import InputFileError, open_input, os_reason
 
 TEXT_SUFFIXES = (
     *(".txt", ".text", ".md", ".rst", ".tex", ".html"),
@@ -34,12 +35,14 @@ def tokenize(
     with TokenWriter(output, vocab_size=tokenizer.vocab_size, eos=tokenizer.eos, tokenizer=tokenizer.name) as writer:
         for path in files:
             try:
-                with path.open("rb") as file:
+                with open_input(path) as file:
                     _refuse_binary(file, path)
                     writer.write_document(_with_progress(tokenizer.stream(file), file, done, total, progress))
                     done += file.tell()
+            except InputFileError as error:
+                raise TextError(f"{error}; check data.path") from error
             except OSError as error:
-                raise TextError(f"cannot read text ({path}: {error.strerror}); check data.path") from error
+                raise TextError(f"{path} cannot be read ({os_reason(error)}); check data.path") from error
     return TokenFile(output)
 
 

@@ -5,7 +5,6 @@ A tokenizer converts a document to tokens in pieces, so that a document may be l
 
 import codecs
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -13,8 +12,10 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 
 from echelon.data.token_file import AnyIntArray, AnyPath
+from echelon.input_file import MIB, InputFileError, is_file, read_bytes, read_json
 
 _READ_BYTES = 1 << 22
+MAX_TOKENIZER_BYTES = 512 * MIB
 # Tried in this order when the tokenizer's configuration names no end-of-document token.
 _COMMON_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
@@ -77,10 +78,9 @@ class JsonTokenizer:
 
     def __init__(self, path: Path, *, eos: str | None = None) -> None:
         try:
-            raw = path.read_bytes()
-        except OSError as error:
-            fault = f"cannot read the tokenizer ({path}: {error.strerror}); check data.tokenizer"
-            raise TokenizerError(fault) from error
+            raw = read_bytes(path, max_bytes=MAX_TOKENIZER_BYTES)
+        except InputFileError as error:
+            raise TokenizerError(f"the tokenizer {error}; check data.tokenizer") from error
         try:
             from tokenizers import Tokenizer as Engine
         except ImportError as error:
@@ -148,7 +148,7 @@ def load_tokenizer(spec: AnyPath, *, eos: str | None = None) -> Tokenizer:
     path = Path(spec)
     if path.is_dir():
         path = path / "tokenizer.json"
-    if not path.is_file():
+    if not is_file(path):
         raise TokenizerError(f'no such tokenizer ({spec}); give "bytes", a tokenizer.json or a folder that holds one')
     return JsonTokenizer(path, eos=eos)
 
@@ -156,8 +156,8 @@ def load_tokenizer(spec: AnyPath, *, eos: str | None = None) -> Tokenizer:
 def _configured_eos(path: Path) -> list[str]:
     """The eos_token of Hugging Face's tokenizer_config.json: a string, or an object with a `content`."""
     try:
-        config: Any = json.loads(path.with_name("tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        config: Any = read_json(path.with_name("tokenizer_config.json"))
+    except InputFileError:
         return []
     token = config.get("eos_token") if isinstance(config, dict) else None
     if isinstance(token, dict):

@@ -8,6 +8,9 @@ from difflib import get_close_matches
 
 from echelon.layout.aliases import ALIASES
 
+MAX_SHOWN = 200
+"""characters of a key or value in a message"""
+
 
 @dataclass(frozen=True)
 class ValidationIssue:
@@ -25,7 +28,9 @@ class ValidationIssue:
     """a remedy, or "did you mean" """
 
     def __str__(self) -> str:
-        given = f"{self.key}={self.value}" if self.value else self.key
+        value = self.value if len(self.value) <= MAX_SHOWN else f"{self.value[:MAX_SHOWN]}…"
+        key = self.key if len(self.key) <= MAX_SHOWN else f"{self.key[:MAX_SHOWN]}…"
+        given = f"{key}={value}" if value else key
         parts = [f"{given} {self.message}", f"legal: {self.legal}" if self.legal else "", self.hint]
         # A value may hold a line break; an issue stays on one line.
         return " ".join("; ".join(part for part in parts if part).split())

@@ -110,7 +110,7 @@ class Llama3RopeScaling(RopeScaling):
         low, high = self.low_freq_factor, self.high_freq_factor
         if not (1 <= self.factor < math.inf and 0 < low < high < math.inf and self.original_max_seq_len >= 1):
             raise ValueError(
-                "rope_scaling requires factor >= 1, 0 < low_freq_factor < high_freq_factor and "
+                "rope_scaling requires a finite factor >= 1, 0 < low_freq_factor < high_freq_factor and "
                 f"original_max_seq_len >= 1 ({self})"
             )
 

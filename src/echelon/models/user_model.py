@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from echelon.input_file import is_file, read_bytes
 from echelon.layout.validation_error import ValidationIssue, did_you_mean
 
 
@@ -22,12 +23,12 @@ def is_user_model(spec: str) -> bool:
 def validate_spec(spec: str, *, key: str = "model", legal: str = "file.py:factory") -> Iterator[ValidationIssue]:
     """Issues of `file.py:name` that show without running the file, which may take seconds."""
     path, _, name = spec.rpartition(":")
-    if not Path(path).is_file():
+    if not is_file(path):
         yield ValidationIssue(key=key, value=spec, message="names no Python file", legal=legal)
         return
     try:
-        tree = ast.parse(Path(path).read_bytes())
-    except (OSError, SyntaxError, ValueError) as error:
+        tree = ast.parse(read_bytes(path))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: it is nested too deep
         yield ValidationIssue(key=key, value=spec, message=f"cannot be read as Python ({error})", legal=legal)
         return
     names = set(_defined_names(tree))

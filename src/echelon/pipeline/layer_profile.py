@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+from echelon.input_file import parse_json, read_text
 
 SOURCES = ("measured", "predicted")
 
@@ -76,10 +79,14 @@ class PipelineProfile:
         return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
 
     @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> PipelineProfile:
+        return cls.from_json(read_text(path))
+
+    @classmethod
     def from_json(cls, text: str) -> PipelineProfile:
         try:
-            value = json.loads(text)
-        except json.JSONDecodeError as error:
+            value = parse_json(text)
+        except ValueError as error:
             raise ValueError(f"a profile is not JSON ({error}); write it with Profile.to_json") from error
         _check_keys("a profile", value, cls)
         if not isinstance(value["links"], list):

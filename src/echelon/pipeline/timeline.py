@@ -25,11 +25,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from echelon.input_file import MIB, InputFileError, read_json
 from echelon.pipeline.actions import BACKWARD, COMPUTE, FORWARD, WEIGHT_GRAD, Action, ActionKind
 from echelon.pipeline.schedule import RankActions
 
 TIMELINE_FILE = "timeline.json"
 """its name in a run's directory"""
+MAX_TIMELINE_BYTES = 256 * MIB
+"""some millions of actions"""
 
 RELEASING_KINDS = frozenset({BACKWARD, WEIGHT_GRAD})
 """kinds after which the saved activations of a forward are freed"""
@@ -221,18 +224,23 @@ def read_timelines(folder: Path) -> tuple[Timeline | None, Timeline | None]:
     """(planned, measured) timelines of a run's directory; None where one is missing."""
     path = folder / TIMELINE_FILE
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        planned, measured = (stored.get(key) for key in ("planned", "measured"))
-    except FileNotFoundError:
-        raise ValueError(f"no timeline in the run ({folder}); only runs with pp > 1 record one") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, AttributeError) as error:
-        raise ValueError(f"the run's timeline cannot be read ({path}: {error}); record it again") from error
+        stored = read_json(path, max_bytes=MAX_TIMELINE_BYTES)
+    except InputFileError as error:
+        if not path.exists():
+            raise ValueError(f"no timeline in the run ({folder}); only runs with pp > 1 record one") from None
+        raise ValueError(f"the run's timeline {error}; record it again") from error
+    if not isinstance(stored, dict):
+        raise ValueError(f"the run's timeline is not an object ({path}); record it again")
+    planned, measured = (stored.get(key) for key in ("planned", "measured"))
     if planned is None and measured is None:
         raise ValueError(f"the run's timeline is empty ({path}); expected the keys planned or measured")
-    return (
-        None if planned is None else Timeline.from_json(planned),
-        None if measured is None else Timeline.from_json(measured),
-    )
+    try:
+        return (
+            None if planned is None else Timeline.from_json(planned),
+            None if measured is None else Timeline.from_json(measured),
+        )
+    except ValueError as error:
+        raise ValueError(f"the run's timeline cannot be read ({path}: {error}); record it again") from error
 
 
 def _parse_span(rank: int, stages: int, row: tuple[Action | str, float, float]) -> ActionSpan:

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -146,7 +145,7 @@ class TrainingLoop:
         """Read the times of the layers from a file, or measure them."""
         source = self.config.pipeline.profile
         if source != MEASURE:
-            return PipelineProfile.from_json(Path(source).read_text(encoding="utf-8"))
+            return PipelineProfile.read(source)
         device, dtype = options.device, options.compute_dtype
         inputs = self.task.example_inputs
         return broadcast_profile(
@@ -295,8 +294,8 @@ class TrainingLoop:
             saved = loaded.index.metadata.get("fingerprint")
             for note in compare_with_checkpoint(saved, self.fingerprint, model=self.config.model):
                 self.display.print_note(note)
-            self.batch_index.restore(loaded.index.metadata.get("skipped_batches", ()), step)
-            self.logger.spike_detector.load_state_dict(loaded.index.metadata.get("spikes", {}))
+            self.batch_index.restore(loaded.index.fact("skipped_batches", list, []), step)
+            self.logger.spike_detector.load_state_dict(loaded.index.fact("spikes", dict, {}))
             source = f"state {loaded.hash}, this rank read {loaded.bytes_read:,} bytes"
             self.display.print_note(f"resumed after step {step}: {source}")
         state_hash = loaded.hash if loaded is not None else None

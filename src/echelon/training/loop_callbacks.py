@@ -130,7 +130,7 @@ def roll_back(loop: TrainingLoop, spike: Spike) -> int:
     skipped = [loop.batch_index.batch_of_step(step) for step in range(spike.first, spike.first + num_batches)]
     loaded = loop.checkpoints.roll_back(spike.first)
     loop.batch_index.skip(skipped)
-    detector.load_state_dict(loaded.index.metadata.get("spikes", {}))
+    detector.load_state_dict(loaded.index.fact("spikes", dict, {}))
     loop.checkpoints.save_now(loaded.index.step)
     loop.logger.log_rollback(loaded.index.step, skipped)
     return loaded.index.step

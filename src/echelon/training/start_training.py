@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.config.run_config import Config
+from echelon.config.size_rules import size_issues
 from echelon.faults import injection_spec
 from echelon.faults.graceful_stop import EXIT_STATUS
 from echelon.faults.injection_spec import Injection
@@ -64,7 +65,7 @@ def load_config(path: str | Path | None, settings: Sequence[str], procs: int | N
     """Load the configuration; raise its issues and those of `procs` together."""
     issues = [] if procs is None else _procs_issues(procs)
     try:
-        config = Config.load(path, settings, world=None if issues else procs)
+        config = Config.load(path, settings, world=None if issues else procs, to_train=True)
     except ValidationError as error:
         raise ValidationError([*issues, *error.issues]) from None
     if issues:
@@ -102,7 +103,8 @@ def run_training(
     if issues := _procs_issues(procs):
         raise ValidationError(issues)
     count = 1 if under_launcher() else procs
-    issues = config.issues(world=None if under_launcher() else count)
+    world = None if under_launcher() else count
+    issues = config.issues(world=world) + size_issues(config, world=world)
     if config.device == "cuda" and not under_launcher():
         issues += _device_issues(count)
     if not issues and "budget:" in config.layout:

@@ -128,6 +128,53 @@ def test_names_and_shapes_are_listed_at_once(theirs: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["config.json", "shard", "model.safetensors.index.json"])
+def test_a_link_out_of_the_folder_is_refused(theirs: Path, tmp_path: Path, name: str) -> None:
+    file = theirs / name if name != "shard" else place(theirs, "lm_head.weight")
+    outside = tmp_path.parent / f"outside-{file.name}"
+    file.rename(outside)
+    file.symlink_to(outside)
+    refused(theirs, rf"a link leads out of the model's directory \(.*{file.name} -> .*; copy the file into it")
+
+
+def test_the_links_of_the_cache_are_followed(theirs: Path, tmp_path: Path) -> None:
+    """Hugging Face's cache stores contents once, in blobs, and a snapshot links to them."""
+    snapshot, blobs = tmp_path / "models--x" / "snapshots" / "abc", tmp_path / "models--x" / "blobs"
+    blobs.mkdir(parents=True)
+    snapshot.parent.mkdir()
+    theirs.rename(snapshot)
+    for number, file in enumerate([*snapshot.iterdir()]):
+        file.rename(blobs / str(number))
+        file.symlink_to(f"../../blobs/{number}")
+    assert import_model(snapshot, tmp_path / "ours").tensors > 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused(theirs: Path, value: float) -> None:
+    file = place(theirs, "lm_head.weight")
+    state = load_file(file)
+    state["lm_head.weight"][3, 1] = value
+    save_file(state, file, metadata={"format": "pt"})
+    refused(theirs, r"weights are not finite \(head\.weight: 1 of .* as float32; from lm_head\.weight\)")
+
+
+def test_weights_beyond_the_range_of_a_dtype_are_refused(theirs: Path) -> None:
+    file = place(theirs, "lm_head.weight")
+    state = load_file(file)
+    state["lm_head.weight"][3, 1] = 1e5
+    save_file(state, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"as float16; .*choose a dtype with a larger range"):
+        import_model(theirs, theirs.parent / "ours", dtype="float16")
+    assert import_model(theirs, theirs.parent / "ours", dtype="bfloat16").tensors > 0
+
+
+def test_a_tensor_in_two_shards_is_refused(theirs: Path) -> None:
+    first, last = sorted(theirs.glob("*.safetensors"))[:: len(list(theirs.glob("*.safetensors"))) - 1]
+    state = load_file(first)
+    save_file({**load_file(last), **state}, last, metadata={"format": "pt"})
+    refused(theirs, rf"tensors are stored twice \(.*{last.name} and {first.name}: {next(iter(state))}")
+
+
 def test_narrow_weights_are_refused(theirs: Path) -> None:
     file = place(theirs, "model.norm.weight")
     save_file({key: x.to(torch.float8_e4m3fn) for key, x in load_file(file).items()}, file)
@@ -176,6 +223,9 @@ WRONG: tuple[tuple[str, dict[str, Any], str], ...] = (
     ),
     ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling.*contradicts rope_parameters"),
     ("llama", {"rope_parameters": {"rope_theta": -1}}, "rope_theta=-1 is not a valid number"),
+    ("llama", {"rope_parameters": {"rope_theta": float("inf")}}, "rope_theta=Infinity is not a valid number"),
+    ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps=NaN is not a valid number"),
+    ("llama", {"vocab_size": 2**40}, "vocab_size=1099511627776 is not a valid number"),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.*contradicts rope_parameters"),
     ("llama", {"attention_bias": True}, "attention_bias=true is not computed by our models; legal: false"),
     ("llama", {"hidden_act": "gelu"}, 'hidden_act="gelu" is not computed'),
@@ -204,7 +254,7 @@ def test_what_our_models_do_not_compute(name: str, change: dict[str, Any], words
         hf_config_reader.parse_hf_config({**good, **change}, "wrong")
 
 
-ODD = (None, -1, 0, 1.5, "x", [], {}, True, [1], {"rope_type": 3}, 10**30)
+ODD = (None, -1, 0, 1.5, "x", [], {}, True, [1], {"rope_type": 3}, 10**30, float("inf"), float("nan"))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -72,6 +72,7 @@ def import_model(
 ) -> ConversionResult:
     """Convert a Hugging Face directory to a native one."""
     target_dtype = _parse_dtype(dtype)
+    safetensors_reader.refuse_link_outside(source / hf_config_reader.CONFIG_FILE)
     model = hf_config_reader.read_hf_config(source)
     if with_check:
         require_memory(model.config)

@@ -70,8 +70,20 @@ class Conversion:
         for step in self.steps:
             converted = step.transform([self.tensors[name].read() for name in step.sources])
             for spec, tensor in zip(step.outputs, converted, strict=True):
-                yield spec.name, tensor.to(spec.dtype)
+                yield spec.name, _require_finite(tensor.to(spec.dtype), spec.name, step.sources)
                 report(spec.num_bytes)
+
+
+def _require_finite(tensor: Tensor, name: str, sources: Sequence[str]) -> Tensor:
+    """Return the tensor, or raise ValueError for weights that are NaN or infinite."""
+    if not tensor.isfinite().all():
+        count, of = int((~tensor.isfinite()).sum()), tensor.numel()
+        raise ValueError(
+            f"weights are not finite ({name}: {count:,} of {of:,} elements are NaN or infinite as "
+            f"{str(tensor.dtype).removeprefix('torch.')}; from {format_names(list(sources))}); "
+            "fetch the model again, or choose a dtype with a larger range"
+        )
+    return tensor
 
 
 def hf_to_native(

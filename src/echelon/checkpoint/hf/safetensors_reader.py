@@ -5,7 +5,6 @@ A pickle can run code when it is opened, so that files of other kinds are not lo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +14,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from echelon.input_file import MIB, InputFileError, plain_name, read_json
+
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+MAX_INDEX_BYTES = 256 * MIB
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 """usual suffixes of pickles"""
 
@@ -64,9 +66,15 @@ def open_safetensors(folder: Path, *, quantised: bool = False) -> dict[str, Lazy
     for file in files:
         if file.is_file():
             try:
-                tensors |= _open_file(file, SAFETENSORS_DTYPES | (QUANTISED_DTYPES if quantised else {}))
+                refuse_link_outside(file)
+                shard = _open_file(file, SAFETENSORS_DTYPES | (QUANTISED_DTYPES if quantised else {}))
             except ValueError as error:
                 faults.append(str(error))
+                continue
+            if twice := sorted(tensors.keys() & shard.keys()):
+                files_of_both = f"{file} and {tensors[twice[0]].file.name}"
+                faults.append(f"tensors are stored twice ({files_of_both}: {format_names(twice)})")
+            tensors |= shard
     if faults:
         raise ValueError("; also ".join(faults) + "; fetch the model again")
     if weight_map is not None:
@@ -89,21 +97,33 @@ def format_names(names: list[str], limit: int = 8) -> str:
 def _read_index(folder: Path) -> dict[str, str]:
     """From names of tensors to names of files of the same directory."""
     file = folder / INDEX_FILE
+    refuse_link_outside(file)
     try:
-        weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
-        is_valid = isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"the index cannot be read ({file}: {error}); fetch the model again") from None
-    if not is_valid or not weight_map:
+        index = read_json(file, max_bytes=MAX_INDEX_BYTES)
+    except InputFileError as error:
+        raise ValueError(f"the index {error}; fetch the model again") from None
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not (isinstance(weight_map, dict) and weight_map and all(isinstance(name, str) for name in weight_map.values())):
         raise ValueError(f"the index has no weight_map of names to files ({file}); fetch the model again")
     names = set(weight_map.values())
-    outside = sorted(name for name in names if Path(name).name != name or not name.endswith(".safetensors"))
+    outside = sorted(name for name in names if not plain_name(name) or not name.endswith(".safetensors"))
     if outside:
         raise ValueError(
             f"the index names what is not a safetensors file of its folder ({file}: {format_names(outside)}); "
             "only safetensors are opened: save the model again with save_pretrained"
         )
     return {str(name): str(shard) for name, shard in weight_map.items()}
+
+
+def refuse_link_outside(file: Path) -> None:
+    """Raise ValueError for a symbolic link to a file outside of its directory.
+
+    The links of Hugging Face's cache are allowed: snapshots/REVISION/NAME points to blobs/HASH of the same model.
+    """
+    folder, target = file.parent.resolve(), file.resolve()
+    allowed = [folder, folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [folder]
+    if file.is_symlink() and not any(target.is_relative_to(parent) for parent in allowed):
+        raise ValueError(f"a link leads out of the model's directory ({file} -> {target}); copy the file into it")
 
 
 def _open_file(file: Path, supported: Mapping[str, torch.dtype]) -> dict[str, LazyTensor]:

@@ -10,12 +10,13 @@ transformers does not build, and windows of attention are not in it: attention c
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
+from echelon.input_file import InputFileError, read_json
 from echelon.layout.validation_error import ValidationError, ValidationIssue, did_you_mean
 from echelon.models.attention_config import HF_ROPE_KEYS, ROPE_SCALINGS, MLAConfig, RopeScaling
 from echelon.models.hf.hf_architectures import HF_ARCHITECTURES, TRAINABLE, TrainingSupport
@@ -26,6 +27,8 @@ from echelon.models.moe_config import MoEConfig
 
 CONFIG_FILE = "config.json"
 MAX_LAYERS = 10_000
+MAX_SIZE = 2**31 - 1
+"""of a dimension, and of a number of layers, heads or tokens"""
 DROPOUT_KEYS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 QUANTIZATION_KEY = "quantization_config"
 FP8_QUANTIZATION = {"quant_method": "fp8", "fmt": "e4m3"}
@@ -50,16 +53,16 @@ class ConfigValues:
             return default
         if value is None:
             self.add_missing(key)
-        elif isinstance(value, bool) or not isinstance(value, int) or value < least:
-            self.add(key, "is not a valid number", f"a whole number >= {least}")
+        elif isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_SIZE:
+            self.add(key, "is not a valid number", f"a whole number >= {least} and <= {MAX_SIZE}")
         else:
             return value
         return 1
 
     def number(self, key: str, default: float, *, least: float = 0.0) -> float:
         value = self.given.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
-            self.add(key, "is not a valid number", f">= {least:g}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
+            self.add(key, "is not a valid number", f"a finite number >= {least:g}")
             return default
         return float(value)
 
@@ -114,10 +117,10 @@ def _load(path: Path) -> tuple[Mapping[str, Any], str]:
     """The keys of a config.json, and the model's name."""
     file = path if path.suffix == ".json" else path / CONFIG_FILE
     try:
-        given = json.loads(file.read_text(encoding="utf-8"))
+        given = read_json(file)
         problem = "" if isinstance(given, dict) else "does not hold a JSON object"
-    except (OSError, ValueError) as error:
-        problem = f"cannot be read ({error})"
+    except InputFileError as error:
+        problem = error.reason
     if problem:
         issue = ValidationIssue(key="model", value=str(path), message=problem, legal=f"a Hugging Face {CONFIG_FILE}")
         raise ValidationError([issue])
@@ -418,8 +421,9 @@ def _moe_config(values: ConfigValues, spec: ModelSpec, moe: MoESpec) -> MoEConfi
         return config
     options = (("normalise", values.boolean("norm_topk_prob", False)), balance)
     config = replace(config, gate="qwen", options=options)
-    for every, dense in product(range(1, spec.layers + 1), range(spec.layers)):
-        placed = replace(config, dense_layers=dense, every=every)
+    first = moe.layers.index(True) if any(moe.layers) else spec.layers
+    for every in range(1, first + 2):
+        placed = replace(config, dense_layers=first + 1 - every, every=every)
         if all(placed.is_moe_layer(layer) == wanted for layer, wanted in enumerate(moe.layers)):
             return placed
     step = values.given.get("decoder_sparse_step", 1)

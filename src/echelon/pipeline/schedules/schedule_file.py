@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterator
 from itertools import islice
 from pathlib import Path
 
+from echelon.input_file import InputFileError, read_text
 from echelon.pipeline.actions import LATEST, Action, ActionKind
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.validate import find_faults
@@ -33,9 +34,9 @@ def load_schedule(
 ) -> Schedule:
     """Read and validate a schedule. Sizes other than 0 must be those of the file."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the schedule cannot be read ({path}: {error}); give a text file") from error
+        text = read_text(path)
+    except InputFileError as error:
+        raise ValueError(f"the schedule {error}; give a text file") from error
     schedule = parse_schedule(text, name=f"file:{path}")
     asked = {"ranks": ranks, "stages": ranks * chunks, "microbatches": microbatches, "slices": slices}
     faults = [

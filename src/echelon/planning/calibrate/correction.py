@@ -7,7 +7,6 @@ The ratio is measured over predicted seconds of a step; none where nothing was p
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from echelon.input_file import InputFileError, read_json
 from echelon.layout.validation_error import ValidationError
 from echelon.planning.cluster.cluster import Cluster
 from echelon.planning.priced_plan import Plan
@@ -49,12 +49,13 @@ def read_correction(run: str, cluster: Cluster | None = None) -> float:
         return ValidationError.single("correct", run, message, legal=legal, hint=hint)
 
     try:
-        measured = json.loads(path.read_text(encoding="utf-8"))
-        ratio, predicted = measured["ratio"], measured["predicted"]
-    except OSError as cause:
-        raise error(f"is not a run that ended ({path}: {(cause.strerror or str(cause)).lower()})") from cause
-    except (ValueError, KeyError, TypeError) as cause:
-        raise error(f"has a damaged {MEASURED_FILE} ({cause!r})") from cause
+        measured = read_json(path)
+    except InputFileError as cause:
+        what = f"has a damaged {MEASURED_FILE}" if path.is_file() else "is not a run that ended"
+        raise error(f"{what} ({cause})") from cause
+    if not isinstance(measured, dict) or "ratio" not in measured or not isinstance(measured.get("predicted"), dict):
+        raise error(f"has a damaged {MEASURED_FILE} (expected the keys ratio and predicted)")
+    ratio, predicted = measured["ratio"], measured["predicted"]
     if ratio is None:
         raise error(f"was not predicted ({predicted.get('reason', 'no reason given')})")
     if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not (math.isfinite(ratio) and ratio > 0):

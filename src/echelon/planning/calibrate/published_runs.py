@@ -27,11 +27,13 @@ These rules fill blank columns from the other columns of a row, for every source
 from __future__ import annotations
 
 import csv
+import io
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from echelon.input_file import InputFileError, read_text
 from echelon.layout import Layout
 from echelon.models.attention_config import MLAConfig
 from echelon.models.model_spec import ModelSpec, MoESpec
@@ -48,6 +50,7 @@ SCHEDULES = {name: name for name in ("1f1b", "zb-v", "gpipe")}
 SCHEDULES |= {"interleaved-1f1b": "interleaved", "zb-1p": "zb-h1", "zb-2p": "zb-v"}
 
 
+MAX_CELL, MAX_LAYERS, MAX_MICROBATCHES = 1e12, 10_000, 100_000
 REQUIRED_COLUMNS = ("source_id", "hidden", "seq_len", "gpu", "gpus", "tp", "pp", "global_batch")
 
 
@@ -70,14 +73,15 @@ class UnusableRowError(ValueError):
 
 def read_runs(path: Path | str) -> list[Mapping[str, str]]:
     try:
-        with open(path, encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"the table cannot be read ({path}: {error}); give a CSV file") from error
+        rows = list(csv.DictReader(io.StringIO(read_text(path), newline="")))
+    except (InputFileError, csv.Error) as error:
+        reason = f"{error}" if isinstance(error, InputFileError) else f"{path} cannot be read ({error})"
+        raise ValueError(f"the table {reason}; give a CSV file") from error
     missing = [name for name in REQUIRED_COLUMNS if rows and name not in rows[0]]
     if missing or not rows:
         raise ValueError(f"the table lacks {', '.join(missing) or 'rows'} ({path}); docs/planning.md names its columns")
-    return list(rows)
+    # A row with fewer cells than the header has None for the others, and one with more has a list.
+    return [{key: value for key, value in row.items() if key and value is not None} for row in rows]
 
 
 def parse_run(row: Mapping[str, str]) -> PublishedRun:
@@ -102,13 +106,15 @@ def parse_run(row: Mapping[str, str]) -> PublishedRun:
     dp = get.integer("dp", max(1, get.integer("gpus", 1) // (tp * pp * cp)))
     vpp = get.integer("vpp", _chunks(get.integer("layers", 1), pp) if modern else 1)
     schedule = SCHEDULES.get(row.get("schedule", "").lower(), "interleaved" if vpp > 1 else "1f1b")
+    microbatch, batch = get.integer("micro_batch", 1), get.integer("global_batch", 1)
+    if max(tp, pp, cp, vpp) > MAX_LAYERS or batch // (dp * microbatch) > MAX_MICROBATCHES:
+        raise UnusableRowError("more ranks or microbatches than a run has")
     attention = _attention(row, device, precision)
     shape = _shape(get, row)
     oom = row["source_id"].endswith("_oom") or note.startswith("oom")
     is_large = attention in SCORE_WRITING_KERNELS and shape.parameters * 18 > 4 * device.memory
     recompute = row.get("recompute", "") or ("full" if is_large else "none")
     zero = get.integer("zero_stage", 1 if dp > 1 and device.generation != "volta" else 0, zero=True)
-    microbatch, batch = get.integer("micro_batch", 1), get.integer("global_batch", 1)
     layout = Layout(
         dp=dp,
         zero=zero,
@@ -168,9 +174,12 @@ class _RowCells:
     def number(self, key: str) -> float:
         """0 where it is blank."""
         try:
-            return float(self.row.get(key) or 0)
+            value = float(self.row.get(key) or 0)
         except ValueError:
             raise UnusableRowError(f"{key} is not a number") from None
+        if not 0 <= value <= MAX_CELL:
+            raise UnusableRowError(f"{key} is out of range")
+        return value
 
     def integer(self, key: str, default: int, *, zero: bool = False) -> int:
         """`zero`: 0 is a value too."""
@@ -242,6 +251,8 @@ def _shape(get: _RowCells, row: Mapping[str, str]) -> ModelShape:
     layers = get.integer("layers", max(1, round(inside / (12 * width**2))))
     experts = get.integer("experts", 0)
     heads = get.integer("heads", max(1, width // 128))
+    if layers > MAX_LAYERS or heads > width:
+        raise UnusableRowError("more layers or heads than a model has")
     mla = DEEPSEEK if experts >= 64 and not row.get("kv_heads") else None
     ffn = get.integer("ffn_hidden", int(width * 8 / 3) if gated else 4 * width)
     expert_ffn, dense_layers = get.integer("expert_ffn", ffn), 3 if mla and layers > 3 else 0

@@ -29,13 +29,13 @@ writes is read back as the same floats.
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from echelon.input_file import InputFileError, parse_toml, read_toml
 from echelon.layout.validation_error import ValidationError, ValidationIssue, did_you_mean
 from echelon.planning.cluster.cluster import MAX_DEVICES, Cluster, MeasuredCurves, NodeGroup, build_cluster
 from echelon.planning.cluster.device_kinds import DEVICE_KINDS, GIB, DeviceKind, LinkSpec
@@ -153,14 +153,14 @@ def _format_value(value: Any) -> str:
 def read_cluster_file(path: str) -> Cluster:
     legal = "a TOML file that can be read; the docstring of echelon.planning.cluster.cluster_file shows one"
     try:
-        given = tomllib.loads(Path(path).read_text(encoding="utf-8"), parse_float=Decimal)
-    except (OSError, ValueError) as error:
-        raise ValidationError.single("cluster", path, f"cannot be read ({error})", legal=legal) from error
+        given = read_toml(path, parse_float=Decimal)
+    except InputFileError as error:
+        raise ValidationError.single("cluster", path, error.reason, legal=legal) from error
     return cluster_from_table(given, Path(path).stem)
 
 
 def cluster_from_toml(text: str) -> Cluster:
-    return cluster_from_table(tomllib.loads(text, parse_float=Decimal), "cluster")
+    return cluster_from_table(parse_toml(text, parse_float=Decimal), "cluster")
 
 
 def cluster_from_table(given: dict[str, Any], name: str) -> Cluster:

@@ -134,7 +134,7 @@ def resume_target(path: Path | None, resume: str, run_id: str) -> str:
 
 
 def _is_unfinished_run(path: Path, run_id: str) -> bool:
-    with suppress(RunError, ValidationError, OSError, ValueError):
+    with suppress(RunError, ValidationError, OSError, ValueError, TypeError):
         run = Run.open(path)
         ids, ended = {run.plan.get("elastic")}, False
         for record in run.records():
@@ -147,12 +147,12 @@ def _is_unfinished_run(path: Path, run_id: str) -> bool:
 
 def last_layout(run: Run) -> str:
     """Return the layout of the previous attempt."""
-    return str([run.plan["layout"], *(record["layout"] for record in run.records("resume"))][-1])
+    return str([run.plan["layout"], *(record["layout"] for record in run.records("resume", complete=True))][-1])
 
 
 def _last_failure(run: Run) -> dict[str, Any]:
     failure: dict[str, Any] = {}
-    for record in run.records():
+    for record in run.records(complete=True):
         if record["kind"] == "start":
             failure = {}
         elif record["kind"] == "diagnosis":

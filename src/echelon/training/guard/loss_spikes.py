@@ -130,6 +130,10 @@ class SpikeDetector:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint; rollbacks since then stay counted."""
+        losses, rollbacks = state.get("losses", []), state.get("rollbacks", 0)
+        is_valid = isinstance(losses, list) and all(isinstance(loss, int | float) for loss in losses)
+        if not is_valid or not isinstance(rollbacks, int):
+            raise ValueError(f"the checkpoint's losses before a spike are no numbers ({str(state)[:80]})")
         self.recent_losses.clear()
-        self.recent_losses.extend(state.get("losses", ()))
-        self.rollbacks = max(self.rollbacks, int(state.get("rollbacks", 0)))
+        self.recent_losses.extend(losses)
+        self.rollbacks = max(self.rollbacks, rollbacks)

@@ -81,7 +81,9 @@ class StepLogger:
     def log_start(self, completed_steps: int, **facts: Any) -> None:
         """Log the start of an attempt; records of earlier attempts count for goodput."""
         if self.run is not None:
-            self._goodput_records = [record for record in self.run.records() if record["kind"] in GOODPUT_RECORDS]
+            self._goodput_records = [
+                record for record in self.run.records(complete=True) if record["kind"] in GOODPUT_RECORDS
+            ]
         start = {"kind": "start", "time": self._start_time, "after": completed_steps, **facts}
         self._goodput_records.append(start)
         self.log(**start)

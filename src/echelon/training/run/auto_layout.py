@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from pathlib import Path
 from echelon.config.config_rules import keys_without_effect
 from echelon.config.run_config import Config
 from echelon.config.sections import OptimizerConfig
+from echelon.input_file import InputFileError, read_json
 from echelon.launch.world import local_world_size, under_launcher
 from echelon.layout import ValidationError, ValidationIssue
 from echelon.models import model_config, user_model
@@ -145,9 +145,11 @@ def _cluster_of_ranks(ranks: int | None, device: str) -> Cluster:
 def _from_file(path: Path) -> tuple[str, str]:
     """Read (layout, precision) of the best plan in the output of `echelon plan --json`."""
     try:
-        first = json.loads(path.read_text(encoding="utf-8"))["plans"][0]
-        return str(first["layout"]), str(first.get("precision", ""))
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        rule = f"cannot be read ({error!r})"
-        legal = "auto, or a file that `echelon plan --json` printed"
-        raise ValidationError([ValidationIssue(key="plan", value=str(path), message=rule, legal=legal)]) from error
+        report, reason = read_json(path), "lists no plan with a layout"
+    except InputFileError as error:
+        report, reason = None, error.reason
+    match report:
+        case {"plans": [{"layout": str(layout), **others}, *_]}:
+            return layout, str(others.get("precision", ""))
+    legal = "auto, or a file that `echelon plan --json` printed"
+    raise ValidationError.single("plan", str(path), reason, legal=legal)

@@ -9,7 +9,7 @@ are functions of the step, so a run that rolls back and skips a batch equals the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 
 class BatchIndex:
@@ -28,8 +28,10 @@ class BatchIndex:
     def skip(self, batch_numbers: Iterable[int]) -> None:
         self.skipped = tuple(sorted({*self.skipped, *batch_numbers}))
 
-    def restore(self, skipped_before: Iterable[int], completed_steps: int) -> None:
+    def restore(self, skipped_before: Collection[int], completed_steps: int) -> None:
         """Resume after `completed_steps`, which skipped `skipped_before`; the configuration may skip more by now."""
+        if not all(type(number) is int and number > 0 for number in skipped_before):
+            raise ValueError(f"the checkpoint's skipped batches are no numbers >= 1 ({str(list(skipped_before))[:40]})")
         saved = BatchIndex(skipped_before)
         seen = saved.batch_of_step(completed_steps) if completed_steps else 0
         late = [number for number in self.skipped if number <= seen and number not in saved.skipped]

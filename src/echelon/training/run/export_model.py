@@ -31,8 +31,7 @@ def load_trained_model(source: str, *, ema: bool = False) -> NativeModel:
     storage = open_storage(address)
     step = find_step(storage, step)
     index = open_index(storage, step)
-    index.check_complete()
-    config = Config.from_toml(str(index.metadata["config"]))
+    config = Config.from_toml(index.fact("config", str, ""))
     if user_model.is_user_model(config.model):
         raise ValueError(f"Hugging Face has no architecture for a custom model (model={config.model})")
     weights = "average." if ema else "model."

@@ -29,7 +29,7 @@ def resumed_config(resume: str | Path, settings: Sequence[str], *, world: int | 
     # With another optimizer, Config.load would refuse saved settings that the user never gave.
     given = {name: text for name, _, text in (setting.partition("=") for setting in settings)}
     _refuse_changes(old, {name: given[name].strip("\"'") for name in STATE_KEYS if name in given})
-    config = Config.load(run / "config.toml", settings, world=world, written_by_run=True)
+    config = Config.load(run / "config.toml", settings, world=world, written_by_run=True, to_train=True)
     new = schema.effective_values(config)
     _refuse_changes(old, {name: new[name] for name in old if name.startswith(FIXED_KEYS) and name not in GROWING_KEYS})
     return config
@@ -71,7 +71,7 @@ def refuse_if_running(run: Run) -> None:
 
 def refuse_if_checkpoints_missing(run: Run, address: str) -> None:
     """Refuse to restart from step 0 a run whose checkpoints have disappeared, for instance with their disk."""
-    written = [str(record["path"]) for record in run.records("checkpoint")]
+    written = [str(record["path"]) for record in run.records("checkpoint", complete=True)]
     if written:
         raise ValueError(
             f"the run has written checkpoints (the last: {written[-1]}), and none exists now ({address}); mount "

@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from echelon.config.run_config import Config
+from echelon.input_file import MAX_JSON_BYTES, MAX_TOML_BYTES, open_input, parse_json, read_json, read_text
+from echelon.layout import ValidationError
 
 
 class RunError(ValueError):
@@ -101,11 +103,19 @@ class Run:
 
     @property
     def config(self) -> Config:
-        return Config.from_toml((self.path / "config.toml").read_text(encoding="utf-8"))
+        try:
+            return Config.from_toml(read_text(self.path / "config.toml", max_bytes=MAX_TOML_BYTES))
+        except ValidationError:
+            raise
+        except ValueError as error:
+            raise RunError(f"damaged configuration ({self.path / 'config.toml'}: {error}); start a new run") from error
 
     @property
     def plan(self) -> dict[str, Any]:
-        return dict(json.loads((self.path / "plan.json").read_text(encoding="utf-8")))
+        plan = read_json(self.path / "plan.json")
+        if not isinstance(plan, dict) or not isinstance(plan.get("layout"), str):
+            raise RunError(f"damaged plan ({self.path / 'plan.json'} has no layout); start a new run")
+        return plan
 
     def log(self, kind: str, **values: Any) -> None:
         """Append one line. Numbers that JSON lacks become the texts "nan", "inf" and "-inf", which `float` reads."""
@@ -122,20 +132,24 @@ class Run:
                 self._close_log()
             raise _write_error(self.path / "log.jsonl", error) from error
 
-    def records(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
-        """Yield the log records of one kind, or all; skip a torn last line (a crash, or a write in progress)."""
-        with open(self.path / "log.jsonl", encoding="utf-8", errors="replace") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.endswith("\n"):
-                    return
+    def records(self, kind: str | None = None, *, complete: bool = False) -> Iterator[dict[str, Any]]:
+        """Yield the log records of one kind, or all; skip a torn last line (a crash, or a write in progress).
+
+        Raises RunError for a line that is no record; with `complete` also for a record without its RECORD_FIELDS.
+        """
+        with open_input(self.path / "log.jsonl") as file:
+            number = 0
+            while (line := file.readline(MAX_JSON_BYTES)).endswith(b"\n"):
+                number += 1
                 try:
-                    record = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise RunError(
-                        f"damaged log ({self.path / 'log.jsonl'}, line {number}: {error.msg.lower()})"
-                    ) from error
-                if kind is None or record.get("kind") == kind:
+                    record = _checked_record(parse_json(line.decode(errors="replace")), complete)
+                except ValueError as error:
+                    where = f"{self.path / 'log.jsonl'}, line {number}"
+                    raise RunError(f"damaged log ({where}: {error}); remove the line, or start a new run") from error
+                if kind is None or record["kind"] == kind:
                     yield record
+            if len(line) == MAX_JSON_BYTES:
+                raise RunError(f"damaged log ({self.path / 'log.jsonl'}, line {number + 1} is too long)")
 
     def close(self) -> None:
         if self._lock_file is not None:
@@ -159,6 +173,28 @@ class Run:
             (self.path / name).write_text(text, encoding="utf-8", errors="backslashreplace")
         except OSError as error:
             raise _write_error(self.path / name, error) from error
+
+
+NUMBER = int | float
+RECORD_FIELDS: Mapping[str, Mapping[str, Any]] = {
+    "start": {"time": NUMBER, "after": int},
+    "rollback": {"after": int},
+    "step": {"step": int, "skipped": bool, "seconds": NUMBER | None, "waiting": NUMBER | None, "data": NUMBER | None},
+    "resume": {"layout": str},
+    "checkpoint": {"path": str},
+    "diagnosis": {"ranks": list, "text": str},
+    "stopped": {"signal": str, "step": int},
+}
+"""the fields of log records that later attempts read, with their types"""
+
+
+def _checked_record(record: Any, complete: bool) -> dict[str, Any]:
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+        raise ValueError("no object with a kind")
+    for name, types in RECORD_FIELDS.get(record["kind"], {}).items() if complete else ():
+        if not isinstance(record.get(name), types):
+            raise ValueError(f"a record of kind {record['kind']} has no valid {name}")
+    return record
 
 
 def _open_to_append(path: Path) -> IO[str]:
