@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from echelon.layout import Layout
 from echelon.memory.checkpointing.checkpoint_wrapper import CheckpointSegment, _LayerCall
 from echelon.models.hf.hf_config_reader import parse_hf_config
 from echelon.models.hf.hf_config_writer import hf_config
+from echelon.models.model_dir import SavedModel
 from echelon.models.moe_config import MoEConfig
 from echelon.optim.torch_optimizer import TorchOptimizer
 from echelon.parallel.dp.grad_reduction import flat_norm
@@ -368,3 +371,12 @@ def test_the_balance_loss_of_an_imported_moe_shrank_with_its_dense_layers():
     saved = parse_hf_config({**given, "router_aux_loss_coef": 0.25}, "small")
     assert dict(saved.config.moe.options)["balance"] == 0.25
     assert hf_config(saved, "float32")["router_aux_loss_coef"] == 0.25
+
+
+def test_no_layout_of_an_imported_moe_model_was_runnable(tmp_path):
+    """Plans took every MoE model without a name of ours for one that `train` cannot build."""
+    imported = SavedModel(config=replace(models.find_model("moe-tiny"), name="mine"))
+    (tmp_path / "model.json").write_text(json.dumps(imported.to_json()))
+    plans = ec.plan(str(tmp_path), "2xh100", batch=8, seq_len=64)
+    assert plans
+    assert all(plan.scenario.runnable for plan in plans)

@@ -14,7 +14,6 @@ from echelon.layout.mesh import DEFAULT_ORDER
 from echelon.layout.remedy import Violation
 from echelon.layout.rules import LayoutConstraints, find_violations
 from echelon.memory.compression import cost as compression_cost
-from echelon.models.model_config import SIZES
 from echelon.optim import offload_support
 from echelon.optim.update_rule import UpdateRule
 from echelon.parallel.dp.zero import ShardingPolicy, sharding_policy
@@ -135,7 +134,7 @@ class Scenario(TrainingSetup):
     @property
     def runnable(self) -> bool:
         """Whether `train` runs it: MoE layers and fp8 require models of Echelon, tp, cp and pp what a user declares."""
-        moe = self.shape.experts and self.shape.name not in SIZES
+        moe = self.shape.experts and not self.shape.is_native
         known = self.has_counted_layers or self.precision != "fp8"
         supported = {"tp": self.shape.supports_tp, "cp": self.shape.supports_cp, "pp": self.shape.supports_pp}
         declared = all(supports or getattr(self.layout, axis) == 1 for axis, supports in supported.items())
