@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,13 @@ def test_facts_have_their_types() -> None:
     assert INDEX.fact("spikes", dict, {}) == {}
     with pytest.raises(CheckpointError, match=r"facts\.config is not a list"):
         INDEX.fact("config", list, [])
+    with pytest.raises(CheckpointError, match=r"facts\.samples is not an integer"):
+        replace(INDEX, metadata={"samples": True}).fact("samples", int, 0)
+
+
+def test_a_slice_outside_of_its_tensor_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"w \(a slice is not inside \[2, 3\]\)"):
+        open_text(tmp_path, WRONG["box beyond the shape"])
 
 
 def test_columns_of_a_wide_tensor_are_compared_quickly(tmp_path: Path) -> None:
