@@ -12,6 +12,7 @@ from torch import Tensor
 from echelon import models
 from echelon.config.sections import OptimizerConfig
 from echelon.memory.offload.host_transfer import HostLink
+from echelon.optim import paged_optimizer
 from echelon.parallel.parallel_options import ParallelOptions
 from echelon.training.engine import Engine
 
@@ -95,3 +96,30 @@ def test_a_closed_engine_has_no_copy_under_way() -> None:
     engine.close()
     assert engine.parallel.offload.host is not None
     assert all(stream.query() for stream in engine.parallel.offload.host.link._streams.values())
+
+
+def moved_by(name: str, layout: str, options: ParallelOptions) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Masters before and after two steps of a matrix optimizer."""
+    rule = OptimizerConfig(name=name, lr=1e-2)
+    engine = Engine(models.build(SHAPE, "meta"), f"dp=1,{layout}", rule, clip=1.0, options=options)
+    before = {key: value.cpu() for key, value in whole(engine.parallel, "master").items()}
+    for step in range(2):
+        engine.step(batch_of(SHAPE, 4, 512, seed=step))
+    engine.drain()
+    after = {key: value.cpu() for key, value in whole(engine.parallel, "master").items()}
+    engine.close()
+    return before, after
+
+
+@needs_gpu
+@pytest.mark.parametrize("kind", ["optimizer", "params", "disk"])
+@pytest.mark.parametrize("name", ["lamb", "adafactor", "sm3", "muon"])
+def test_pages_of_states_equal_the_gpu(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page for each group: a copy that is not waited for would move weights by states of another step."""
+    monkeypatch.setattr(paged_optimizer, "PAGE_BYTES", 1)
+    options = ParallelOptions(device=torch.device("cuda"), host_share=1.0)
+    before, plain = moved_by(name, "accumulate=2", options)
+    _, away = moved_by(name, f"accumulate=2,offload={kind}", options)
+    for key, start in before.items():
+        moved = float((plain[key] - start).norm())
+        assert float((away[key] - plain[key]).norm()) <= 0.02 * moved, key
