@@ -133,10 +133,12 @@ def test_a_folded_layout_fails_where_a_collective_is_missing(pool: RankPool) -> 
 
 def test_a_plan_of_a_custom_model_is_folded_and_runs(pool: RankPool) -> None:
     layout = "dp=64,zero=2,shard=8,microbatch=16"
-    [verdict] = verifier.verify(build, layout, batch=batch, pool=pool, max_ranks=4, steps=2).verdicts
-    assert verdict.passed, verdict
-    assert verdict.ran == "dp=4,zero=2,shard=2,microbatch=2"
-    assert verdict.folded == "dp=64 to 4, shard=8 to 2, microbatch=16 to 2"
+    report = verifier.verify(build, layout, batch=batch, pool=pool, max_ranks=4, steps=2).to_json()
+    [verdict] = report["layouts"]
+    assert verdict["passed"], verdict
+    assert verdict["ran"] == "dp=4,zero=2,shard=2,microbatch=2"
+    assert verdict["folded"] == "dp=64 to 4, shard=8 to 2, microbatch=16 to 2"
+    assert verdict["model"].endswith("test_verifier.py:build")
 
 
 def test_a_schedule_file_has_as_many_layers_as_it_needs(tmp_path: Path) -> None:
