@@ -26,15 +26,17 @@ def train(
     config: Config, resume: str = "", moment: str = "", rank: int = 0, step: int = 0, after: float = 0.0
 ) -> dict[str, Any]:
     """With a moment, this rank is killed in that step: in its computation, half-way through its file, or in the rename
-    that makes a checkpoint exist. With "time", it is killed this number of seconds after its first step began."""
+    that makes a checkpoint exist; or this number of seconds after the step began ("delay"). A rank that does nothing of
+    the kind in that step is killed in the next."""
     mine = rank in (dist.get_rank(), EVERY)
     timer = threading.Timer(after, die)
     run, write, commit = Engine.step_microbatches, LocalStorage.write, LocalStorage.commit
 
     def run_or_die(self, *args, **kwargs):
-        if mine and moment == "time" and not timer.is_alive():
+        current = self.num_steps + 1
+        if mine and moment == "delay" and current == step:
             timer.start()
-        if mine and moment == "step" and self.num_steps + 1 == step:
+        elif mine and moment and current >= step + (moment != "step"):
             die()
         return run(self, *args, **kwargs)
 
