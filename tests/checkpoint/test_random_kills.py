@@ -36,7 +36,7 @@ CASES = {
     "pipedream": ("pp=2,accumulate=2,schedule=pipedream", {}),
 }
 MOMENTS = ("step", "delay", "delay", "write", "commit")
-LAUNCHER_KILLS, LAUNCHER_STEPS = 6, 400
+LAUNCHER_KILLS, LAUNCHER_STEPS = 6, 200
 ORPHAN_S = 15.0
 
 
