@@ -155,6 +155,13 @@ CLAIMS: dict[str, tuple[Check, ...]] = {
         refuses("optimizer.in_backward=true", "replay.every=2", "clip=0"),
     ),
     # checkpoints
+    "**Changed data or another model** is refused": (
+        asserted_in(
+            "training/run/test_run_fingerprint.py",
+            "test_a_changed_model_file_is_refused",
+            "test_changed_text_is_refused_and_restored_text_resumes",
+        ),
+    ),
     "or that another process is training, is refused": (
         asserted_in(
             "checkpoint/test_resume.py",
@@ -193,6 +200,16 @@ CLAIMS: dict[str, tuple[Check, ...]] = {
     "gates route full ones: refused": (refuses("layout=pp=2,schedule=terapipe", "model=moe-tiny", "layout=pp=2"),),
     "DeepSeek-V3's layer that predicts a second token is not built": (absent("nextn", "multi_token", "second_token"),),
     # failures
+    "of a launcher that has ended | refused if they are no numbers": (
+        asserted_in("launch/test_world.py", "test_invalid_variables_are_refused"),
+    ),
+    "`ulimit -n` is too small for the ranks | refused before a rank starts": (
+        asserted_in(
+            "launch/test_world.py",
+            "test_invalid_variables_are_refused",
+            "test_too_few_open_files_are_refused_before_ranks_start",
+        ),
+    ),
     "Invalid faults are refused before any process starts": (fails_in("failures.md", "--inject kil:rank=1"),),
     # Hugging Face
     "Bytes that have changed on the disk since they were written are refused by name": (

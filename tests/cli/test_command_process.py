@@ -42,7 +42,10 @@ def test_closed_streams_are_opened_to_nowhere():
 
 def test_an_interrupt_while_commands_are_imported(tmp_path: Path):
     (tmp_path / "typer.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT); print('here')")
-    ended = echelon("draw", before=f"sys.path.insert(0, {str(tmp_path)!r})", stdout=subprocess.PIPE)
+    # A shell's background job ignores interrupts, and what it starts inherits that.
+    handled = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    before = f"{handled}; sys.path.insert(0, {str(tmp_path)!r})"
+    ended = echelon("draw", before=before, stdout=subprocess.PIPE)
     assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGINT, "", "")
 
 

@@ -176,9 +176,15 @@ def test_a_fixed_scale_is_divided_out_of_asynchronous_updates(pool, layout):
         assert weights < 1e-10
 
 
-def test_a_dynamic_scale_is_refused_where_stages_cannot_agree_on_it(pool):
-    with pytest.raises(Exception, match="cannot agree on a dynamic loss scale; use a fixed one"):
-        pool.run(steps_of, 2, "pp=2,accumulate=2,schedule=2bw", DOWN, {})
+def test_stages_of_an_asynchronous_pipeline_agree_on_a_dynamic_scale(pool):
+    """Each stage updates for itself; both name the tensor in the bad step, and halve the scale at the same time."""
+    first, last = pool.run(steps_of, 2, "pp=2,accumulate=2,schedule=2bw", DOWN, {})
+    for reported in (first, last):
+        assert [skipped for skipped, *_ in reported] == [False, True, False, False]
+        assert [after for *_, after, _ in reported] == [START, START, START, START / 2]
+        assert reported[1][-1].startswith(f"gradient of {DOWN} not finite on rank 1 (pp 1)")
+    assert last[1][1], "the stage with the bad gradient leaves its update out"
+    assert not first[1][1], "the other stage makes its own"
 
 
 OWN = """

@@ -2,8 +2,8 @@
 
 [Note: a tolerance that is derived]
 
-In few bits no two programs agree, so "how far apart may they be" needs an answer that is derived, not chosen. Three runs of the
-same steps give it:
+In low precision no two programs agree bit for bit. How far apart they may be is derived, not chosen, from three runs
+of the same steps:
 
     T   the truth: one device, float64
     R   the reference: one device, the configured precision, plain torch operators (low_precision_reference.py)
