@@ -40,6 +40,11 @@ def cross_key_issues(config: Config, *, world: int | None, invalid_keys: Set[str
     return issues + _layout_issues(config, world, invalid_keys)
 
 
+def conflicts_with_layout(config: Config, layout: Layout) -> list[ValidationIssue]:
+    """Check the rules between keys for a layout that a command names instead of the configuration's own."""
+    return [issue for rule in RULES for _, issue in rule(config, layout)]
+
+
 def resolve_layout(config: Config) -> Layout:
     return Layout.resolve(grammar.parse_pairs(config.layout).values)
 

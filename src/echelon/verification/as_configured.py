@@ -14,13 +14,15 @@ by step:
 
     |E - T| / |T|  <=  FACTOR max(error of R for this tensor, typical error of R for its kind, roundoff of the dtype)
 
-Typical is the median of a step's gradients, and the largest of a step's updates: a tensor where R was lucky does not
-decide. A norm may be off by as much as the gradients that it is the norm of. Weights and their averages are compared
-as updates: |T| is the distance that the step moved them, so that a wrong update is not hidden by the weight that it
-changes; the roundoff is not theirs, but that of losses, norms, gradients and buffers. A gradient below the roundoff of
-the norm of all of them counts as zero. Where rounding is random or in blocks, R runs three times and its largest errors
-count. Decisions amplify rounding: of n elements, roundoff n may be too near to zero for Lion's sign, and each moves
-twice as far; as many tokens, or one, may be too near to a tie for the gate of an MoE layer, and go to another expert.
+Typical is the median over the tensors of a step: one where R was lucky does not decide, nor does one where the method
+itself is far off (int8 moments of an embedding, of which most tokens have no gradient). A norm may be off by as much as
+the gradients that it is the norm of. Weights and their averages are compared as updates: |T| is the distance that the
+step moved them, so that a wrong update is not hidden by the weight that it changes; the roundoff is not theirs, but
+that of losses, norms, gradients and buffers. A gradient below the roundoff of the norm of all of them counts as zero.
+Where rounding is random or in blocks, R runs three times and its largest errors count; of weights that are rounded
+stochastically, at least the rounding of one element. Decisions amplify rounding: of n elements, roundoff n may be too
+near to zero for Lion's sign, and each moves twice as far; as many tokens, or one, may be too near to a tie for the gate
+of an MoE layer, and go to another expert.
 
 E and R take each step from T's weights, and update them with T's gradients ([Note: equal gradients] in compare.py).
 """
@@ -28,7 +30,8 @@ E and R take each step from T's weights, and update them with T's gradients ([No
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -42,8 +45,8 @@ from echelon.verification.low_precision_reference import LowPrecisionTraining
 from echelon.verification.verify_case import VerifyCase
 
 FACTOR = 3.0
-TYPICAL: dict[str, Callable[[list[float]], float]] = {"parameter": max, "average": max}
-"""of the kinds whose typical error is not the median"""
+UPDATES = ("parameter", "average")
+"""the kinds that are compared as updates"""
 Quantity = tuple[int, str, str]
 """(step, kind, name)"""
 
@@ -56,11 +59,16 @@ def reference_errors(
         torch.cuda.set_device(0)
     with safe_open(truth, framework="pt") as file:
         record = LowPrecisionTraining(case, file, accumulate=accumulate, draw=draw).run(num_sequences, accumulate)
-        keys = [key.split("/", 2) for key in record if not key.startswith("-1")]
-        return [
-            TruthRecord(file, case, int(step)).difference(kind, "".join(name), record["/".join((step, kind, *name))])
-            for step, kind, *name in keys
-        ]
+        errors = []
+        for key in (key for key in record if not key.startswith("-1")):
+            step, kind, *name = key.split("/", 2)
+            expected = TruthRecord(file, case, int(step))
+            error = expected.difference(kind, "".join(name), record[key])
+            if kind == "parameter" and case.config.precision.master == "none":
+                one_element = torch.finfo(torch.bfloat16).eps * float(expected.tensor(kind, *name).abs().max())
+                error = replace(error, relative=max(error.relative, one_element / expected.size(kind, *name)))
+            errors.append(error)
+        return errors
 
 
 def num_draws(case: VerifyCase) -> int:
@@ -81,15 +89,15 @@ class DerivedTolerance:
             by_kind.setdefault((step, kind), []).append(relative)
             if kind == "gradient":
                 by_kind.setdefault((step, "norm"), []).append(relative)
-        self._typical = {key: TYPICAL.get(key[1], median)(values) for key, values in by_kind.items()}
+        self._typical = {key: median(values) for key, values in by_kind.items()}
         self._roundoff = torch.finfo(DTYPES[case.config.dtype]).eps
         signs, routed = 2 * math.sqrt(self._roundoff), 2 * math.sqrt(max(self._roundoff, 1 / num_tokens))
         is_moe = isinstance(case.model, ModelConfig) and case.model.moe is not None
-        self._by_decision: dict[str, float] = dict.fromkeys(TYPICAL, signs) if case.optimizer.name == "lion" else {}
+        self._by_decision: dict[str, float] = dict.fromkeys(UPDATES, signs) if case.optimizer.name == "lion" else {}
         self._by_decision |= dict.fromkeys(("gradient", "norm"), routed) if is_moe else {}
 
     def __call__(self, difference: Difference) -> float:
         step, kind, name = difference.step, difference.kind, difference.name
-        roundoff = 0.0 if kind in TYPICAL else self._roundoff
+        roundoff = 0.0 if kind in UPDATES else self._roundoff
         rounding = FACTOR * max(self._errors[step, kind, name], self._typical[step, kind], roundoff)
         return max(rounding, self._by_decision.get(kind, 0.0))

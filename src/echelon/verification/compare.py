@@ -124,12 +124,17 @@ class TruthRecord:
         """Compare values with the truth's, or a piece with a piece of them."""
         full, local = self.tensor(kind, name), local.detach().to("cpu", torch.float64)
         expected = full if piece is None else self.piece(kind, piece)
+        error, relative = absolute_error(local, expected, full), relative_error(local, expected, self.size(kind, name))
+        return Difference(self.step, kind, name, error, relative)
+
+    def size(self, kind: str, name: str) -> float:
+        """Return what errors are relative to: the norm of a tensor, or of its update as configured."""
+        full = self.tensor(kind, name)
         size = max(float(torch.linalg.vector_norm(full)), self._floor(kind, full))
         if not self._case.is_float64 and kind in ("parameter", "average"):
             before: Tensor = self._record.get_tensor(f"{self.step - 1}/{kind}/{name}")
             size = float(torch.linalg.vector_norm(full - before)) or size
-        error, relative = absolute_error(local, expected, full), relative_error(local, expected, size)
-        return Difference(self.step, kind, name, error, relative)
+        return size
 
     def _floor(self, kind: str, full: Tensor) -> float:
         """The norm below which a tensor is zero but for rounding."""

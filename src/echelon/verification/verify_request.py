@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from echelon.config.config_rules import conflicts_with_layout
 from echelon.config.run_config import Config
 from echelon.layout import Layout, check_layouts, grammar
 from echelon.layout.rules import LayoutConstraints, find_violations
@@ -189,6 +190,7 @@ def parse_layouts(layouts: str | Sequence[str | Layout], case: VerifyCase) -> li
     for layout in parsed_layouts if not issues else ():
         with collect_faults(issues):
             case_for_layout(case, layout)
+        issues += (issue for issue in conflicts_with_layout(case.config, layout) if issue not in issues)
     if issues:
         raise ValidationError(issues)
     return parsed_layouts
