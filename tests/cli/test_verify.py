@@ -54,7 +54,7 @@ def test_json_has_a_verdict_per_layout(own):
     assert [row["layout"] for row in found["layouts"]] == ["dp=2", "dp=2,zero=3,accumulate=2"]
     for row in found["layouts"]:
         errors = ("max_error", "max_relative", "tolerance", "first_difference")
-        assert row.keys() == {"layout", "passed", *errors, "seconds", "ran", "folded", "model", "replaced"}
+        assert row.keys() == {"layout", "passed", *errors, "seconds", "ran", "folded", "model", "replaced", "untested"}
         assert (row["passed"], row["first_difference"]) == (True, None)
         assert 0 <= row["max_error"] <= 1e-10
         assert 0 <= row["max_relative"] <= 1e-9
@@ -113,7 +113,7 @@ def test_the_configuration_is_verified(tmp_path):
     request = VerifyRequest(config=tmp_path / "c.toml").resolve()
     case, layouts = request.case, request.layouts
     assert not request.replaced or [each.key for each in request.replaced] == ["dtype"]
-    assert [str(layout) for layout in layouts] == ["dp=2,zero=2,accumulate=3"]
+    assert [str(layout) for layout in layouts] == ["dp=2,zero=2,microbatch=2,accumulate=3"]
     assert (case.clip, case.optimizer) == (0.25, OptimizerConfig(name="sgd", lr=0.5, momentum=0.9))
     assert (case.model.family, case.model.dropout, case.model.tied) == ("gpt", 0.2, False)
     assert (case.model.width, case.model.layers) == (64, 4)

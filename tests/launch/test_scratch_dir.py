@@ -45,3 +45,16 @@ def test_a_folder_is_removed_with_its_owner(tmp_path, monkeypatch):
     folder = ScratchFolder("verify")
     del folder
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_that_is_no_file_of_ours_is_left_alone(tmp_path, monkeypatch):
+    """Opening a FIFO waits for its other end: anyone could stop every start in a shared temporary directory."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folders = [tmp_path / "echelon-fifo", tmp_path / "echelon-link"]
+    for folder in folders:
+        folder.mkdir()
+    os.mkfifo(folders[0] / LOCK_FILE)
+    (tmp_path / "target").touch()
+    (folders[1] / LOCK_FILE).symlink_to(tmp_path / "target")
+    remove_abandoned_folders()
+    assert all(folder.is_dir() for folder in folders)

@@ -162,6 +162,26 @@ def test_a_layout_that_contradicts_the_configuration_is_refused_before_ranks_sta
         VerifyRequest(settings=settings, layouts="dp=2; dp=2,offload=optimizer", as_configured=True).resolve()
 
 
+def test_a_missing_gpu_and_asynchronous_schedules_are_refused() -> None:
+    if not ON_GPU:
+        with pytest.raises(ValidationError, match="device=cuda requires a GPU"):
+            VerifyRequest(settings=["device=cuda"], as_configured=True).resolve()
+    with pytest.raises(ValidationError, match="schedule=2bw is compared in float64 only"):
+        VerifyRequest(layouts="pp=2,schedule=2bw,accumulate=4", as_configured=True).resolve()
+
+
+def test_averages_of_rounded_weights_pass(pool: RankPool) -> None:
+    verdict = verdict_of(pool, "device=cpu dtype=bfloat16 precision.master=none optimizer.ema=0.99", "dp=2,zero=1")
+    assert verdict.passed, verdict
+
+
+def test_updates_below_their_rounding_are_named_as_not_tested(pool: RankPool) -> None:
+    verdict = verdict_of(pool, "device=cpu dtype=bfloat16 precision.master=none", "dp=2,zero=1")
+    assert len(verdict.untested) == 5
+    assert all("norm" in name for name in verdict.untested)
+    assert verdict_of(pool, "device=cpu dtype=bfloat16", "dp=2,zero=1").untested == ()
+
+
 def test_float64_is_what_verify_runs_anyway() -> None:
     with pytest.raises(ValidationError, match="dtype=float64 is what verify runs without --as-configured"):
         VerifyRequest(settings=["dtype=float64"], as_configured=True).resolve()

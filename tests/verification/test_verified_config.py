@@ -17,7 +17,7 @@ from echelon.verification.truth import write_truth
 from echelon.verification.verified_config import fitted_config, float64_config
 from echelon.verification.verifier import RELATIVE_TOLERANCE, Verifier, verify
 from echelon.verification.verify_case import VerifyCase
-from echelon.verification.verify_request import configure_case
+from echelon.verification.verify_request import VerifyRequest, configure_case
 
 GPT = replace(
     model_config.find_model("gpt-tiny"), layers=1, width=16, heads=2, kv_heads=2, ffn=24, max_seq_len=40, dropout=0.1
@@ -110,6 +110,19 @@ def test_what_a_shrunken_model_lacks_is_replaced_and_named() -> None:
     pipeline = PipelineConfig(layers=(3, 1), slices=(20, 13))
     fits = replace(Config(), pipeline=pipeline)
     assert fitted_config(fits, layers=4, stages=2, seq_len=33) == (fits, ())
+
+
+def test_patterns_of_late_layers_are_replaced_also_with_wildcards() -> None:
+    kept = ("*.blocks.[0-3].*", "blocks.?.attn.*", "*.w1.*", "head*")
+    asked = replace(Config(), precision=PrecisionConfig(keep_fp32=(*kept, "*.blocks.3[01].*", "blocks.31.*")))
+    runs, (replacement,) = fitted_config(asked, layers=4, stages=2, seq_len=33)
+    assert runs.precision.keep_fp32 == kept
+    assert replacement.reason == "it is for the model's full size"
+
+
+def test_a_configuration_is_verified_with_its_own_microbatches() -> None:
+    request = VerifyRequest(settings=["layout=pp=2,microbatch=4", "batch=64"]).resolve()
+    assert [str(layout) for layout in request.layouts] == ["dp=1,pp=2,microbatch=4,accumulate=16"]
 
 
 def test_a_loss_scale_is_an_identity(pool: RankPool) -> None:

@@ -65,7 +65,8 @@ def command(
     with report_errors(as_json):
         from echelon.verification.verify_request import VerifyRequest
 
-        if every and (config or model or layouts or settings or as_configured):
+        others = (config, model, layouts, settings, as_configured, max_ranks != DEFAULT_MAX_RANKS)
+        if every and any(others):
             rule, legal = "verifies all built-in models and layouts", "--all alone, or the others without it"
             raise ValidationError([ValidationIssue("all", "true", rule, legal=legal)])
         request = VerifyRequest(
@@ -135,6 +136,10 @@ class _VerdictTable:
         if verdict.folded:
             self.console.print(Text(f"      folded: {verdict.folded}", style="yellow"), soft_wrap=True)
         self.replaced(verdict.replaced, indent="      ")
+        if verdict.untested:
+            shown = ", ".join(verdict.untested[:3]) + (", …" if len(verdict.untested) > 3 else "")
+            untested = f"not tested: updates of {len(verdict.untested)} parameters ({shown}); rounding exceeds them"
+            self.console.print(Text("      " + untested, style="yellow"), soft_wrap=True)
         for text in _explain(verdict):
             self.console.print(Text("      " + text, style="red"), soft_wrap=True)
 

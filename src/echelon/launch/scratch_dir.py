@@ -10,7 +10,9 @@ created is never taken for one that is abandoned.
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
+import stat
 import tempfile
 import weakref
 from contextlib import suppress
@@ -54,9 +56,15 @@ def _remove(folder: Path, lock: IO[bytes]) -> None:
 def remove_abandoned_folders() -> None:
     """Remove scratch folders whose owners have ended without removing them."""
     for path in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*/{LOCK_FILE}"):
-        with suppress(OSError), open(path, "rb") as lock:  # in use, of another user, or gone by now
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path.parent, ignore_errors=True)
+        with suppress(OSError):  # in use, of another user, or gone by now
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                status = os.fstat(descriptor)
+                if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path.parent, ignore_errors=True)
+            finally:
+                os.close(descriptor)
 
 
 def scratch_dir() -> Path | None:

@@ -130,6 +130,8 @@ class UserModelTask:
         self.config, self.name = config, config.model
         self.fingerprint = RunFingerprint(model={}, source=file_hash(Path(config.model.rpartition(":")[0])))
         self.batch_fingerprint = 0.0
+        """of all batches so far"""
+        self._last_step = -1
         """of the last batch whose fingerprint the ranks compare; batches must be the same on every rank"""
         self._factory = user_model.load_factory(config.model)
         self._batch = user_model.load_factory(config.model.rpartition(":")[0] + ":batch")
@@ -148,8 +150,9 @@ class UserModelTask:
 
     def microbatches(self, engine: Engine, step: int, batch: int | None = None) -> Iterator[Microbatch]:
         global_batch = self._batch(self.config.batch, step if batch is None else batch)
-        if step % COLLECT_EVERY == 0:
-            self.batch_fingerprint = batch_fingerprint(global_batch)
+        if step != self._last_step:  # not loaded once more, to look for a fault
+            self._last_step, sampled = step, step % COLLECT_EVERY != 0
+            self.batch_fingerprint = batch_fingerprint(global_batch, self.batch_fingerprint, sampled=sampled)
         return engine.microbatches(global_batch, step)
 
     def eval_microbatches(self, engine: Engine) -> Iterator[Microbatch]:

@@ -20,9 +20,8 @@ the gradients that it is the norm of. Weights and their averages are compared as
 step moved them, so that a wrong update is not hidden by the weight that it changes; the roundoff is not theirs, but
 that of losses, norms, gradients and buffers. A gradient below the roundoff of the norm of all of them counts as zero.
 Where rounding is random or in blocks, R runs three times and its largest errors count; of weights that are rounded
-stochastically, at least the rounding of one element. Decisions amplify rounding: of n elements, roundoff n may be too
-near to zero for Lion's sign, and each moves twice as far; as many tokens, or one, may be too near to a tie for the gate
-of an MoE layer, and go to another expert.
+stochastically, at least the rounding of one element. Decisions amplify rounding: of n tokens, roundoff n, or one, may
+be too near to a tie for the gate of an MoE layer, and go to another expert; its gradients are off by 2 sqrt(roundoff).
 
 E and R take each step from T's weights, and update them with T's gradients ([Note: equal gradients] in compare.py).
 """
@@ -91,10 +90,9 @@ class DerivedTolerance:
                 by_kind.setdefault((step, "norm"), []).append(relative)
         self._typical = {key: median(values) for key, values in by_kind.items()}
         self._roundoff = torch.finfo(DTYPES[case.config.dtype]).eps
-        signs, routed = 2 * math.sqrt(self._roundoff), 2 * math.sqrt(max(self._roundoff, 1 / num_tokens))
         is_moe = isinstance(case.model, ModelConfig) and case.model.moe is not None
-        self._by_decision: dict[str, float] = dict.fromkeys(UPDATES, signs) if case.optimizer.name == "lion" else {}
-        self._by_decision |= dict.fromkeys(("gradient", "norm"), routed) if is_moe else {}
+        routed = 2 * math.sqrt(max(self._roundoff, 1 / num_tokens)) if is_moe else 0.0
+        self._by_decision = dict.fromkeys(("gradient", "norm"), routed)
 
     def __call__(self, difference: Difference) -> float:
         step, kind, name = difference.step, difference.kind, difference.name

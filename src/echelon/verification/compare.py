@@ -32,7 +32,7 @@ from echelon.verification.verify_case import VerifyCase
 
 GRADIENT_FLOOR, PARAMETER_FLOOR = 1e-6, 1e-6
 """smallest norm that an error is relative to: of gradients, as a share of the norm of all; of parameters, per root of
-their elements. Below, a tensor is zero but for rounding"""
+their elements (or the learning rate, which an update moves them by). Below, a tensor is zero but for rounding"""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,9 @@ class TruthRecord:
             config = self._case.config
             share = GRADIENT_FLOOR if self._case.is_float64 else torch.finfo(DTYPES[config.dtype]).eps / 2
             return float(share * float(self.tensor("norm")))
-        return PARAMETER_FLOOR * full.numel() ** 0.5 if kind in ("parameter", "average", "buffer") else 0.0
+        if kind not in ("parameter", "average", "buffer"):
+            return 0.0
+        return float(max(PARAMETER_FLOOR, self._case.optimizer.lr) * full.numel() ** 0.5)
 
 
 class _Comparison:

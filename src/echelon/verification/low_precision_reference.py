@@ -2,7 +2,7 @@
 
     asked                          here
     dtype, precision.keep_fp32     torch's operators on a model in this dtype; float32 master weights and gradients
-    precision.compute = fp8        operands rounded to FP8 and back around a plain matrix product (`RoundedGemms`)
+    precision.compute = fp8        operands rounded to FP8 and back around a plain matmul (`RoundedGemms`)
     precision.master = none        weights rounded stochastically to bfloat16 after every update
     optimizer.states               moments rounded after every update
     compress = lossless+FORMAT     tensors that autograd saves are rounded, in blocks (`RoundedSavedTensors`)
@@ -54,7 +54,6 @@ class LowPrecisionTraining(ReferenceTraining):
         in_few_bits = reduce in ("same", "bfloat16", "float16") or (reduce == "master" and accumulate == 1)
         self.grad_dtype = DTYPES.get(reduce, self.compute_dtype) if in_few_bits else torch.float32
         super().__init__(case)
-        torch.manual_seed(case.seed + draw)
         self._round_weights()
 
     def build(self, case: VerifyCase) -> nn.Module:
@@ -70,8 +69,11 @@ class LowPrecisionTraining(ReferenceTraining):
         return model
 
     def master_params(self) -> dict[str, nn.Parameter]:
+        torch.manual_seed(self.case.seed + self._draw)
         trainable = {name: p.requires_grad for name, p in self.model.named_parameters()}
-        return {name: nn.Parameter(value, trainable[name]) for name, value in self._full_precision.items()}
+        # Before the optimizer copies them to its averages.
+        rounded = stochastic_round if self.precision.master == "none" else Tensor.clone
+        return {name: nn.Parameter(rounded(value), trainable[name]) for name, value in self._full_precision.items()}
 
     def forward_backward(self, inputs: dict[str, Tensor]) -> tuple[float, int]:
         inputs = {k: v.to(self.compute_dtype) if v.is_floating_point() else v for k, v in inputs.items()}

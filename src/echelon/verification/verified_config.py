@@ -17,12 +17,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from echelon.config.run_config import Config
 from echelon.config.sections import PrecisionConfig
 
 ROUNDING, LOSSY, SHRUNKEN = "rounding would hide errors", "it is lossy", "it is for the model's full size"
+IN_FLOAT64 = {
+    **dict.fromkeys(("dtype", "precision.compute", "precision.master", "precision.reduce"), ROUNDING),
+    **dict.fromkeys(("precision.keep_fp32", "optimizer.states"), ROUNDING),
+    "compress": LOSSY,
+}
+IN_A_SHRUNKEN_MODEL = {
+    **dict.fromkeys(("pipeline.layers", "pipeline.slices", "pipeline.profile", "shard.units"), SHRUNKEN),
+    **dict.fromkeys(("optimizer.groups", "optimizer.by_adamw", "precision.keep_fp32"), SHRUNKEN),
+}
+"""why a key is replaced"""
+LAYER_NUMBER = re.compile(r"[][0-9?!-]*[0-9][][0-9?!-]*")
+"""a part of a pattern that matches numbers alone"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +68,7 @@ def float64_config(config: Config) -> tuple[Config, tuple[Replacement, ...]]:
         optimizer=replace(config.optimizer, states="float32"),
         compress=config.compress.partition("+")[0],  # type: ignore[arg-type]
     )
-    return runs, tuple(_replacements(config, runs))
+    return runs, tuple(_replacements(config, runs, IN_FLOAT64))
 
 
 def fitted_config(config: Config, *, layers: int, stages: int, seq_len: int) -> tuple[Config, tuple[Replacement, ...]]:
@@ -74,25 +87,24 @@ def fitted_config(config: Config, *, layers: int, stages: int, seq_len: int) -> 
         optimizer=replace(rule, groups=_existing(rule.groups, layers), by_adamw=_existing(rule.by_adamw, layers)),
         precision=replace(config.precision, keep_fp32=_existing(config.precision.keep_fp32, layers)),
     )
-    return runs, tuple(_replacements(config, runs))
+    return runs, tuple(_replacements(config, runs, IN_A_SHRUNKEN_MODEL))
 
 
 def _existing(patterns: tuple[str, ...], layers: int) -> tuple[str, ...]:
-    """Return the patterns but for those of layers that the model does not have: `blocks.31.*`."""
-    numbers = (re.findall(r"\.(\d+)(?=[.*]|$)", pattern.partition(":")[0]) for pattern in patterns)
+    """Return the patterns but for those of layers that the model does not have: `blocks.31.*`, `blocks.3[01].*`."""
     return tuple(
-        pattern for pattern, found in zip(patterns, numbers, strict=True) if all(int(n) < layers for n in found)
+        pattern
+        for pattern in patterns
+        if all(
+            any(fnmatchcase(str(layer), part) for layer in range(layers))
+            for part in pattern.partition(":")[0].strip().split(".")
+            if LAYER_NUMBER.fullmatch(part)
+        )
     )
 
 
-def _replacements(asked: Config, runs: Config) -> Iterator[Replacement]:
-    shrunken = ("pipeline.layers", "pipeline.slices", "pipeline.profile", "shard.units", "optimizer.groups")
-    reasons = {
-        **dict.fromkeys(("dtype", "precision.compute", "precision.master", "precision.reduce"), ROUNDING),
-        **dict.fromkeys(("precision.keep_fp32", "optimizer.states"), ROUNDING),
-        "compress": LOSSY,
-        **dict.fromkeys((*shrunken, "optimizer.by_adamw"), SHRUNKEN),
-    }
+def _replacements(asked: Config, runs: Config, reasons: dict[str, str]) -> Iterator[Replacement]:
+    """Yield what differs, of the keys of `reasons`."""
     for key, reason in reasons.items():
         before, after = _value(asked, key), _value(runs, key)
         if before != after:

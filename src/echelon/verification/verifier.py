@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -64,6 +65,8 @@ class LayoutVerdict:
     """values of the configuration that its reduced model is too small for"""
     trouble: str = ""
     """why it could not be compared, if so"""
+    untested: tuple[str, ...] = ()
+    """parameters whose updates could be left out: their precision is off by more than an update"""
     ran: str = ""
     """the layout as it ran"""
     folded: str = ""
@@ -87,6 +90,7 @@ class LayoutVerdict:
             "folded": self.folded,
             "model": self.model,
             "replaced": [asdict(each) for each in self.replaced],
+            "untested": list(self.untested),
         } | ({"trouble": self.trouble} if self.trouble else {})
 
 
@@ -124,7 +128,9 @@ def verify(
     progress: Callable[[LayoutVerdict], None] = lambda _: None,
     **case_options: Any,
 ) -> Report:
-    """Run each layout against one device, in float64, on a reduced model, with the options of `config`.
+    """Run each layout against one device, on a reduced model, with the options of `config`.
+
+    It runs in float64; with `as_configured` in the precision, kernels and compression of `config`, on its device.
 
     `model` is a named model, or a function (or `file.py:function`) that builds a custom one, with `batch` a function of
     (sequences, seed) that makes its batches. `leave_out` drops a collective on purpose, such as "tp:all_reduce", to see
@@ -191,6 +197,7 @@ class Verifier:
             axis=self._find_wrong_axis(case, ran) if wrong else "",
             seconds=time.perf_counter() - started,
             trouble=trouble,
+            untested=_untested(differences, allowed),
             ran=str(ran),
             folded=run.folded.changes,
             model=run.model,
@@ -204,7 +211,9 @@ class Verifier:
         largest: dict[tuple[int, str, str], Difference] = {}
         for difference in (difference for report in reports for difference in report.differences):
             key = (difference.step, difference.kind, difference.name)
-            largest[key] = max(largest.get(key, difference), difference, key=lambda d: max(d.error, d.relative))
+            other = largest.get(key, difference)
+            error, relative = max(other.error, difference.error), max(other.relative, difference.relative)
+            largest[key] = replace(difference, error=error, relative=relative)
         sizes = {name: size for report in reports for name, size in report.parameter_elements.items()}
         order = {name: index for index, name in enumerate(reports[0].parameter_names)}
         for name in order:
@@ -291,6 +300,14 @@ def _with_enough_steps(case: VerifyCase, layout: Layout) -> VerifyCase:
 def _exact(difference: Difference) -> float:
     """In float64, both errors have a tolerance: the absolute one is stated as a relative one."""
     return RELATIVE_TOLERANCE
+
+
+def _untested(differences: Sequence[Difference], allowed: Tolerance) -> tuple[str, ...]:
+    """Return the parameters of which no step's update is compared: one that is left out is off by 1."""
+    strictest: dict[str, float] = {}
+    for difference in (each for each in differences if each.kind == "parameter"):
+        strictest[difference.name] = min(strictest.get(difference.name, math.inf), allowed(difference))
+    return tuple(name for name, tolerance in strictest.items() if tolerance >= 1)
 
 
 def _excess(difference: Difference, allowed: Tolerance) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 from echelon.config.config_rules import conflicts_with_layout
 from echelon.config.run_config import Config
 from echelon.layout import Layout, check_layouts, grammar
+from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.layout.rules import LayoutConstraints, find_violations
 from echelon.layout.validation_error import ValidationError, ValidationIssue
 from echelon.models import model_config, user_model
@@ -75,7 +76,7 @@ class VerifyRequest:
             config = Config.load(self.config, self.settings) if self.config or self.settings else None
         if not layouts and config and config.layout:
             procs = default_procs(config)
-            layouts = str(Layout.parse(config.layout, world=procs).replace(microbatch=1))
+            layouts = str(Layout.parse(config.layout, world=procs, batch=config.batch))
             issues += run_budget_issues(
                 config, procs
             )  # of the model's own sizes: the reduced one gets a budget of its own
@@ -121,6 +122,8 @@ def on_real_device(case: VerifyCase) -> VerifyCase:
     config, num_gpus = case.config, torch.cuda.device_count()
     if config.dtype == "float64":
         raise ValidationError.single("dtype", "float64", "is what verify runs without --as-configured")
+    if config.device == "cuda" and not num_gpus:
+        raise ValidationError.single("device", "cuda", "requires a GPU (none here)", legal="cpu, auto")
     on_gpu = config.device != "cpu" and num_gpus > 0
     case = replace(case, config=replace(config, device="cuda" if on_gpu else "cpu"), steps=min(case.steps, 3))
     if not on_gpu:
@@ -187,6 +190,9 @@ def parse_layouts(layouts: str | Sequence[str | Layout], case: VerifyCase) -> li
     for layout in (Layout.resolve(grammar.parse_pairs(part).values) for part in parts):
         if wrong := schedule_file_error(layout, model.layers if model else 0):
             issues.append(ValidationIssue(key="schedule", value=layout.schedule, message=f"cannot be run: {wrong}"))
+        if not case.is_float64 and layout.schedule in ASYNC_SCHEDULES:
+            rule, legal = "is compared in float64 only", "a synchronous schedule, or verify without --as-configured"
+            issues.append(ValidationIssue("schedule", layout.schedule, rule, legal=legal))
     for layout in parsed_layouts if not issues else ():
         with collect_faults(issues):
             case_for_layout(case, layout)

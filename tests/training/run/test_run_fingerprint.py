@@ -113,6 +113,10 @@ def test_batch_fingerprints():
     ]
     assert batch_fingerprint(batch) not in {batch_fingerprint(one) for one in other}
     assert batch_fingerprint({"x": torch.zeros(0, dtype=torch.bfloat16)}) < 2**53
+    assert batch_fingerprint(batch, 1.0) != batch_fingerprint(batch)
+    large, first = {"x": torch.zeros(200_000)}, batch_fingerprint({"x": torch.zeros(200_000)}, sampled=True)
+    large["x"][::7] = 1
+    assert batch_fingerprint(large, sampled=True) != first
 
 
 MODULE = """
@@ -173,8 +177,16 @@ def test_a_run_with_a_negative_number_of_targets_ends(tmp_path):
 
 def test_a_user_batch_that_differs_between_ranks_is_refused(pool, tmp_path):
     model = write_module(tmp_path, "len(x)", "1.0 * torch.distributed.get_rank()")
-    with pytest.raises(RankError, match=r"returned another batch on rank 1 than on rank 0 \(step 1\)"):
+    with pytest.raises(RankError, match=r"returned another batch on rank 1 than on rank 0 \(by step 1\)"):
         pool.run(train_on_rank, 2, of_module(tmp_path, model, "dp=2"), True)
+
+
+@pytest.mark.parametrize(("step", "steps", "reported"), [(4, 12, 11), (11, 12, 12)])
+def test_one_other_batch_is_noticed_at_the_next_comparison(pool, tmp_path, step, steps, reported):
+    model = write_module(tmp_path, "len(x)", f"1.0 * torch.distributed.get_rank() * (step == {step})")
+    config = replace(of_module(tmp_path, model, "dp=2"), steps=steps)
+    with pytest.raises(RankError, match=rf"returned another batch on rank 1 than on rank 0 \(by step {reported}\)"):
+        pool.run(train_on_rank, 2, config, True)
 
 
 def in_a_folder_of_its_own(folder: Path) -> None:

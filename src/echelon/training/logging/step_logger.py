@@ -207,7 +207,7 @@ class StepLogger:
         """Log the statistics every time, and note a straggler when it persists."""
         if other := ", ".join(map(str, stats.ranks_with_other_batch)):
             raise ValueError(
-                f"batch(rows, step) returned another batch on rank {other} than on rank 0 (step {step}); every rank "
+                f"batch(rows, step) returned another batch on rank {other} than on rank 0 (by step {step}); every rank "
                 "must return the same global batch: seed its random numbers by the step, and do not shard it"
             )
         self.peak_memory = stats.peak_memory

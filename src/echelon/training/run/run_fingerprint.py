@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 NEW_RUN = "or start a new run; `echelon export` writes the weights of this one"
 MAX_LISTED_FIELDS = 4
+SAMPLED_ELEMENTS = 1 << 16
+"""of a large tensor of a batch"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,17 +51,23 @@ def file_hash(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
-def batch_fingerprint(batch: Mapping[str, Tensor]) -> float:
-    """Return a hash of all tensors of a batch, as an integer that float64 holds exactly."""
+def batch_fingerprint(batch: Mapping[str, Tensor], before: float = 0.0, *, sampled: bool = False) -> float:
+    """Return a hash of all tensors of a batch and of `before`, as an integer that float64 holds exactly.
+
+    With `sampled`, of evenly spaced elements of large tensors.
+    """
     import torch
     from torch import Tensor
 
-    digest = hashlib.blake2b(digest_size=6)
+    digest = hashlib.blake2b(repr(before).encode(), digest_size=6)
     for name, tensor in sorted(batch.items()) if isinstance(batch, Mapping) else ():
         if not isinstance(tensor, Tensor):
             continue  # the engine refuses it
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        elements = tensor.detach().reshape(-1)
+        if sampled:
+            elements = elements[:: max(1, len(elements) // SAMPLED_ELEMENTS)]
+        digest.update(elements.cpu().contiguous().view(torch.uint8).numpy().data)
     return float(int.from_bytes(digest.digest(), "little"))
 
 
