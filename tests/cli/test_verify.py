@@ -123,7 +123,7 @@ def test_the_configuration_is_verified(tmp_path):
     assert (case.model.family, [str(layout) for layout in layouts]) == ("llama", ["dp=1,tp=2", "dp=2"])
     shown = invoke(str(tmp_path / "c.toml"), "--json")
     assert shown.exit_code == 0, shown.output
-    assert [row["layout"] for row in json.loads(shown.stdout)["layouts"]] == ["dp=2,zero=2,accumulate=3"]
+    assert [row["layout"] for row in json.loads(shown.stdout)["layouts"]] == ["dp=2,zero=2,microbatch=2,accumulate=3"]
 
 
 def test_the_configured_optimizer_is_verified_on_a_custom_model(own, tmp_path):

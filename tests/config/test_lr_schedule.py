@@ -30,6 +30,13 @@ def test_wsd_is_constant_then_linear():
     assert values[80:] == pytest.approx([left / 20 for left in range(19, -1, -1)])
 
 
+def test_wsd_decays_over_a_share_of_all_steps_also_after_a_warm_up():
+    schedule = LRScheduleConfig(name="wsd", warmup=50, final=0.0, decay=0.2)
+    values = [lr_factor(step, 100, schedule) for step in range(50, 100)]
+    assert set(values[:30]) == {1.0}
+    assert values[30:] == pytest.approx([left / 20 for left in range(19, -1, -1)])
+
+
 def test_wsd_ends_at_the_final_fraction():
     schedule = LRScheduleConfig(name="wsd", warmup=0, final=0.1, decay=0.2)
     assert lr_factor(99, 100, schedule) == pytest.approx(0.1)

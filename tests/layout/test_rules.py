@@ -55,6 +55,13 @@ def test_error_of_a_batch_that_does_not_divide():
     assert (fault.key, fault.value, legal(fault)) == ("batch", "10", [8, 12])
 
 
+@pytest.mark.parametrize("text", ["dp=2,zero=2", "cp=2,zero=3"])
+def test_error_of_versions_of_weights_that_are_sharded(text):
+    """Ranks of dp and of cp shard the weights, of which an asynchronous schedule holds several versions."""
+    (fault,) = faults_of(f"{text},pp=2,schedule=pipedream,accumulate=4")
+    assert (fault.key, "several unsharded versions of the weights" in fault.message) == ("zero", True)
+
+
 def test_error_of_a_misspelt_key():
     (fault,) = faults_of("tensor_paralel=2", world=4, batch=8, model=TINY)
     assert fault.key == "tensor_paralel"

@@ -75,3 +75,9 @@ def test_layers_at_the_start_are_recomputed() -> None:
     found = solve_knapsack([ways] * 10, [1] * 10, 560)
     assert found is not None
     assert [way.form for way in found] == ["full"] * 5 + ["none"] * 5
+
+
+def test_the_peak_counts_the_microbatches_in_flight() -> None:
+    options = [CheckpointOption(form="none", saved_bytes=6.0, backward_bytes=10.0, seconds=0.0)] * 2
+    assert peak_bytes(options, [3, 3]) == 6 * 6 + 4
+    assert peak_bytes(options, [3, 1]) == 6 * 4 + 4

@@ -211,3 +211,17 @@ def test_host_buffers_are_reused() -> None:
     assert first.view(8, torch.float64).shape == (8,)
     rooms.release(second)
     assert rooms.try_acquire() is second
+
+
+def test_saves_before_a_commit_leave_the_committed_states(tmp_path):
+    """Two updates of one step, of which the second fails: both are undone."""
+    store, states = disk_store.DiskStore(tmp_path / "states"), torch.zeros(8)
+    store.save([torch.ones(8)])
+    store.commit()
+    for value in (2.0, 3.0):
+        store.save([torch.full((8,), value)])
+    store.load([states])
+    assert states.tolist() == [3.0] * 8
+    store.roll_back()
+    store.load([states])
+    assert states.tolist() == [1.0] * 8
