@@ -66,10 +66,12 @@ def _memory_issues(config: Config, model: ModelConfig, world: int | None) -> Ite
     for key, needed in sizes.items():
         if needed > memory:
             value = getattr(config, key)
-            message = f"requires at least {needed / GIB:,.1f} GiB of memory on a rank ({memory / GIB:,.1f} in all here)"
-            legal = "a smaller model" if key == "model" else f"{key} up to {int(value * memory / needed)}"
+            of_tokens = f"with seq_len={config.seq_len} " if key == "batch" and seq_len > 1 else ""
+            needs = f"requires at least {needed / GIB:,.1f} GiB of memory on a rank ({memory / GIB:,.1f} in all here)"
+            most = 0 if key == "model" else int(value * memory / needed)
+            legal = f"{key} of at most {most}, if nothing else takes memory" if most else "a smaller model"
             hint = "or shard over more ranks" if key == "model" else "or more ranks, or accumulate in the layout"
-            yield ValidationIssue(key, str(value), message, legal=legal, hint=hint)
+            yield ValidationIssue(key, str(value), of_tokens + needs, legal=legal, hint=hint)
 
 
 def _weight_bytes(config: Config, model: ModelConfig, layout: Layout) -> int:

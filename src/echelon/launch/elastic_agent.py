@@ -58,7 +58,7 @@ class AgentObserver:
     def on_failure(self, failures: Mapping[int, Any]) -> None:
         """Raise instead of restarting if the run is stopping, or if the user's input causes the failure."""
         error = self._make_error(failures, self.attempt)
-        if self.stopping or (error.failure is not None and error.failure.user_errors):
+        if self.stopping or error.is_refusal:
             raise error
         if self._on_restart is not None:
             self._on_restart(error, self.attempt + 1)

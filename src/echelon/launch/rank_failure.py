@@ -105,6 +105,11 @@ class RankError(RuntimeError):
         rank = cause.rank if explanation.rank is None else explanation.rank
         return cls(text, rank=rank, reason=cause.reason, failure=cause)
 
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the ranks refused what the user asked for: a restart would end in the same way."""
+        return self.failure is not None and bool(self.failure.user_errors)
+
     def __reduce__(self) -> tuple[object, ...]:
         return partial(RankError, rank=self.rank, reason=self.reason, failure=self.failure), (str(self),)
 

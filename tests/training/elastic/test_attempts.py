@@ -20,9 +20,10 @@ from echelon.checkpoint.storage import LocalStorage
 from echelon.cli import app
 from echelon.config.run_config import Config
 from echelon.faults.graceful_stop import EXIT_STATUS
-from echelon.launch.rank_failure import RankError
+from echelon.launch.rank_failure import RankError, RankFailure
 from echelon.layout import Layout, ValidationError
 from echelon.training import loop
+from echelon.training.elastic import supervisor
 from echelon.training.elastic.attempts import Attempt, resume_target
 from echelon.training.elastic.replan import plan_layout_change
 from echelon.training.loop import train_on_rank
@@ -295,3 +296,17 @@ def test_a_restart_does_not_wait_for_the_lock_of_a_lost_machine(tmp_path, monkey
         assert held.lock()
         train_on_rank(again.config, True, resume=str(path))
     assert [record["step"] for record in records(path, "step")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("messages", "hints"), [((), ["the run has ended"]), (("the data has changed",), [])])
+def test_only_a_failure_that_a_resume_may_pass_is_followed_by_its_command(monkeypatch, messages, hints):
+    failure, shown = RankFailure(rank=0, time_ns=0, reason="why", user_errors=messages), []
+
+    def fail(self, quiet, inject):
+        raise RankError("why", rank=0, reason="why", failure=failure)
+
+    monkeypatch.setattr(supervisor._LaunchAttempt, "run", fail)
+    monkeypatch.setattr(supervisor._LaunchAttempt, "print_resume_hint", lambda self, why: shown.append(why))
+    with pytest.raises(RankError, match="why"):
+        supervisor.supervise(Config(), quiet=True, inject=(), resume="", procs=2)
+    assert shown == hints

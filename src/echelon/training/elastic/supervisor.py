@@ -34,7 +34,8 @@ def supervise(config: Config, *, quiet: bool, inject: Sequence[Injection], resum
         except RankError as error:
             change = launch.layout_without_failed_rank(error, remaining, config)
             if change is None:
-                launch.print_resume_hint("the run has ended")
+                if not error.is_refusal:
+                    launch.print_resume_hint("the run has ended")
                 raise
             remaining.pop(error.rank)
             inject = injections_of_later_attempt(inject, change.used_ranks, first_world_size=procs)
@@ -93,9 +94,8 @@ class _LaunchAttempt:
 
         `remaining_ranks` are numbered as in the first attempt, like their GPUs.
         """
-        is_refused = error.failure is not None and error.failure.user_errors
         others_failed = {*self.failed_ranks} - {error.rank}
-        if not requested_config.elastic.replan or is_refused or others_failed or len(remaining_ranks) == 1:
+        if not requested_config.elastic.replan or error.is_refusal or others_failed or len(remaining_ranks) == 1:
             return None
         path, times = self.path, len(self.failed_ranks) + 1
         before = last_layout(Run.open(path)) if path is not None else self.config.layout or f"dp={self.procs}"
