@@ -68,6 +68,23 @@ def test_a_storage_is_offloaded_once_and_small_tensors_and_parameters_stay() -> 
     assert stash.link.bytes_moved[DOWN, "activations"] == 3 * x.nbytes
 
 
+def test_a_tensor_that_changes_in_place_is_offloaded_again() -> None:
+    stash = ActivationOffloader(HostLink(torch.device("cpu")), keep_last=False)
+
+    class Layer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * x
+            first = y.sin()
+            y.mul_(2)
+            return first + y.cos()
+
+    model, x = nn.Sequential(Layer()), torch.randn(64, 64, requires_grad=True)
+    stash.apply(model, ["0"])
+    (found,) = torch.autograd.grad(model(x).sum(), x)
+    y = (x * x).detach()
+    torch.testing.assert_close(found, (y.cos() - 2 * (2 * y).sin()) * 2 * x.detach())
+
+
 def test_resident_tensors_are_freed_without_a_backward() -> None:
     """A small output that is saved by its own maker held the graph that held it."""
     stash = ActivationOffloader(HostLink(torch.device("cpu")), keep_last=False)
