@@ -153,11 +153,6 @@ def _limited(parse: Callable[[], Any]) -> Any:
     raise ValueError(TOO_DEEP)
 
 
-def is_file(path: AnyPath) -> bool:
-    """Whether a regular file can be found; False also for a name that the file system cannot have."""
-    return os.path.isfile(path)
-
-
 def plain_name(name: str) -> bool:
     """Whether a name from a file names a file of the same directory."""
     return name not in ("", ".", "..") and "\0" not in name and Path(name).name == name

@@ -2,13 +2,14 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from echelon.data.token_file import VERSION, AnyPath, TokenFile, TokenFileError, is_token_file
 from echelon.data.tokenize import Progress, TextError, text_files, tokenize
 from echelon.data.tokenizer import Tokenizer
-from echelon.input_file import is_file, os_reason
+from echelon.input_file import os_reason
 
 
 def prepare_token_file(
@@ -16,7 +17,7 @@ def prepare_token_file(
 ) -> Path:
     """Verify an entry of `data.path` if it is a token file, else tokenise it into `folder`; returns the token file."""
     path = Path(path)
-    if is_token_file(path) or (path.suffix == ".tokens" and is_file(path)):
+    if is_token_file(path) or (path.suffix == ".tokens" and os.path.isfile(path)):
         file = TokenFile(path)
         if (written_with := file.header.tokenizer) != tokenizer.name:
             raise TokenFileError(

@@ -5,6 +5,7 @@ A tokenizer converts a document to tokens in pieces, so that a document may be l
 
 import codecs
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -12,7 +13,7 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 
 from echelon.data.token_file import AnyIntArray, AnyPath
-from echelon.input_file import MIB, InputFileError, is_file, read_bytes, read_json
+from echelon.input_file import MIB, InputFileError, read_bytes, read_json
 
 _READ_BYTES = 1 << 22
 MAX_TOKENIZER_BYTES = 512 * MIB
@@ -148,7 +149,7 @@ def load_tokenizer(spec: AnyPath, *, eos: str | None = None) -> Tokenizer:
     path = Path(spec)
     if path.is_dir():
         path = path / "tokenizer.json"
-    if not is_file(path):
+    if not os.path.isfile(path):  # False also for a name that is too long
         raise TokenizerError(f'no such tokenizer ({spec}); give "bytes", a tokenizer.json or a folder that holds one')
     return JsonTokenizer(path, eos=eos)
 

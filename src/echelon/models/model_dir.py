@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from echelon.input_file import InputFileError, is_file, read_json
+from echelon.input_file import InputFileError, read_json
 from echelon.layout.validation_error import ValidationError
 from echelon.models.attention_config import ROPE_SCALINGS, MLAConfig, RopeScaling
 from echelon.models.model_config import ModelConfig
@@ -53,7 +54,7 @@ class SavedModel:
 
 def is_model_dir(path: str) -> bool:
     """Whether a directory holds a `model.json`."""
-    return bool(path) and is_file(Path(path) / MODEL_FILE)
+    return bool(path) and os.path.isfile(Path(path) / MODEL_FILE)
 
 
 def read_model_dir(folder: Path) -> SavedModel:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from echelon.input_file import is_file, read_bytes
+from echelon.input_file import read_bytes
 from echelon.layout.validation_error import ValidationIssue, did_you_mean
 
 
@@ -23,7 +24,7 @@ def is_user_model(spec: str) -> bool:
 def validate_spec(spec: str, *, key: str = "model", legal: str = "file.py:factory") -> Iterator[ValidationIssue]:
     """Issues of `file.py:name` that show without running the file, which may take seconds."""
     path, _, name = spec.rpartition(":")
-    if not is_file(path):
+    if not os.path.isfile(path):
         yield ValidationIssue(key=key, value=spec, message="names no Python file", legal=legal)
         return
     try:

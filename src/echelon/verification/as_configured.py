@@ -14,14 +14,15 @@ by step:
 
     |E - T| / |T|  <=  FACTOR max(error of R for this tensor, typical error of R for its kind, roundoff of the dtype)
 
-Typical is the median over the tensors of a step: one where R was lucky does not decide, nor does one where the method
-itself is far off (int8 moments of an embedding, of which most tokens have no gradient). A norm may be off by as much as
-the gradients that it is the norm of. Weights and their averages are compared as updates: |T| is the distance that the
-step moved them, so that a wrong update is not hidden by the weight that it changes; the roundoff is not theirs, but
-that of losses, norms, gradients and buffers. A gradient below the roundoff of the norm of all of them counts as zero.
-Where rounding is random or in blocks, R runs three times and its largest errors count; of weights that are rounded
-stochastically, at least the rounding of one element. Decisions amplify rounding: of n tokens, roundoff n, or one, may
-be too near to a tie for the gate of an MoE layer, and go to another expert; its gradients are off by 2 sqrt(roundoff).
+Typical is the median over the tensors of a step. So neither a tensor with a small error of R by coincidence decides,
+nor one where the method itself is far off (int8 moments of an embedding, of which most tokens have no gradient). A norm
+may be off by as much as the gradients that it is the norm of. Weights and their averages are compared as updates: |T|
+is the distance that the step moved them, so that a wrong update is not hidden by the weight that it changes. The
+roundoff of the dtype counts for the other kinds: losses, norms, gradients and buffers. A gradient below the roundoff of
+the norm of all of them counts as zero. Where rounding is random or in blocks, R runs three times and its largest errors
+count; of weights that are rounded stochastically, at least the rounding of one element. Decisions amplify rounding: of
+n tokens, roundoff n, or one, may be too near to a tie for the gate of an MoE layer, and go to another expert; its
+gradients are off by 2 sqrt(roundoff).
 
 E and R take each step from T's weights, and update them with T's gradients ([Note: equal gradients] in compare.py).
 """

@@ -5,7 +5,7 @@
 A bug of a strategy, or of two strategies together, shows on two ranks per mesh axis as on sixteen. So every axis that
 has several ranks keeps several, where there is room, and so does everything else that runs code of its own: shards and
 their replicas, expert replicas, nodes of experts, both kinds of ranks of ring-ulysses, stages between the first and
-the last. Where there is no room, dp goes first and tp last, and so it is with the ranks beyond those. A degree becomes
+the last. Where there are too few ranks for that, dp is folded first and tp last. A degree becomes
 a divisor of itself, or 2 or 3 where nothing must be divisible by it: a custom model cannot follow its layout.
 
 Microbatches beyond the steady state of a pipeline and sequences of a microbatch are folded as well.
@@ -26,7 +26,7 @@ DEFAULT_MAX_RANKS = 8
 """two ranks for each of three mesh axes, and as many as the default layouts need. A rank is a process that takes some
 hundred megabytes, and ranks share the cores of this machine"""
 DEGREES = ("tp", "cp", "ep", "pp", "dp", "shard", "etp", "ep_inner", "ulysses")
-"""the last to be folded first"""
+"""in the order of preference: the fold keeps as many tp ranks as it can, then cp ranks, …"""
 MAX_MICROBATCHES, MAX_SEQUENCES = 8, 4
 """microbatches of a step, and sequences of a microbatch, that are not folded"""
 
