@@ -14,6 +14,7 @@ from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 from echelon.optim import cost
 from echelon.optim.blockwise_quantization import BlockQuantizedState, code_boundaries, codebook, nearest_codes
+from echelon.optim.cost import QUANTIZATION_BLOCK
 from echelon.optim.rules.adamw_int8 import AdamWInt8
 from echelon.training.engine import Engine
 from tests.optim import references
@@ -135,3 +136,18 @@ def test_int8_moments_take_two_bytes_per_element() -> None:
     assert cost.state_bytes(RULE, (1024, 1024)) == 2 * (1 + 4 / 256) * 1024**2
     assert cost.state_bytes(RULE, (64, 63)) == 8 * 64 * 63
     assert cost.state_bytes_per_element(RULE) == pytest.approx(2.03, abs=0.01)
+
+
+def test_maxima_that_differ_in_a_later_block_requantize_all() -> None:
+    """A checkpoint of another sharding has other blocks: none of ours needs to be the first that they cut."""
+    size = 3 * QUANTIZATION_BLOCK
+    state = BlockQuantizedState(size, signed=True, device=torch.device("cpu"))
+    codes = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    amax = torch.ones(size)
+    amax[QUANTIZATION_BLOCK + 100 :] = 0.25
+    state.write_codes(codes)
+    state.write_amax(amax)
+    written = codebook(True, torch.device("cpu"))[codes.long()] * amax
+    read = state.read(slice(0, size), torch.float32)
+    torch.testing.assert_close(read, written, rtol=0.04, atol=0.004)
+    assert torch.equal(read[:QUANTIZATION_BLOCK], written[:QUANTIZATION_BLOCK])

@@ -48,6 +48,15 @@ def test_every_optimizer_is_compared_by_its_own_rule(
     assert verdict.max_relative < RELATIVE_TOLERANCE / 100
 
 
+@pytest.mark.parametrize("name", ["lamb", "adafactor", "muon"])
+def test_rules_of_whole_matrices_count_replicated_kv_heads_once(pool: RankPool, name: str) -> None:
+    """Two ranks hold each kv head: its norm, sums and matrix are those of one."""
+    model = replace(model_config.find_model("llama-tiny"), layers=1, width=32, heads=4, kv_heads=2, ffn=48)
+    case = VerifyCase(model=model, optimizer=RULES[name], steps=2)
+    verdict = Verifier(pool, case).verify_layout(Layout.parse("tp=4"))
+    assert verdict.passed, verdict
+
+
 CHANGES = {
     "adamw": {"betas": (0.9, 0.96)},
     "sgd": {"momentum": 0.01},
