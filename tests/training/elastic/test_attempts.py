@@ -24,7 +24,7 @@ from echelon.launch.rank_failure import RankError, RankFailure
 from echelon.layout import Layout, ValidationError
 from echelon.training import loop
 from echelon.training.elastic import supervisor
-from echelon.training.elastic.attempts import Attempt, resume_target
+from echelon.training.elastic.attempts import Attempt, last_layout, resume_target
 from echelon.training.elastic.replan import plan_layout_change
 from echelon.training.loop import train_on_rank
 from echelon.training.run.resume import resumed_config
@@ -310,3 +310,11 @@ def test_only_a_failure_that_a_resume_may_pass_is_followed_by_its_command(monkey
     with pytest.raises(RankError, match="why"):
         supervisor.supervise(Config(), quiet=True, inject=(), resume="", procs=2)
     assert shown == hints
+
+
+def test_the_last_layout_is_that_of_the_last_attempt(tmp_path):
+    with Run.create(Config(run=str(tmp_path / "run")), {"layout": "dp=4"}) as run:
+        assert last_layout(run) == "dp=4"
+        for layout in ("dp=3", "dp=2"):
+            run.log("resume", layout=layout)
+            assert last_layout(run) == layout
