@@ -176,6 +176,9 @@ def test_retention_policy(tmp_path):
     assert RetentionPolicy(last=0).expired([1, 2, 3]) == []
     trained(tmp_path, steps=5, keep=RetentionPolicy(last=1, every=2))
     assert LocalStorage(tmp_path).steps() == [2, 4, 5]
+    # After a return to the start, the checkpoints of later steps are not newer.
+    trained(tmp_path, steps=1, keep=RetentionPolicy(last=1, every=2))
+    assert LocalStorage(tmp_path).steps() == [1, 2, 4, 5]
 
 
 def test_fsspec_storage():

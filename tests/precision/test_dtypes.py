@@ -8,17 +8,20 @@ import pytest
 import torch
 from collective_cost_check import check
 from tiny_engines import batch_of, tiny, whole
+from torch import nn
 
 from echelon import models
 from echelon.config.run_config import Config
 from echelon.config.sections import OptimizerConfig, PrecisionConfig
 from echelon.layout import Layout, ValidationError
+from echelon.layout.placement import LogicalParam
 from echelon.models import model_config
 from echelon.models.moe_config import MoEConfig
 from echelon.optim import cost
 from echelon.parallel.dp import cost as dp_cost
 from echelon.parallel.parallel_options import ParallelOptions
 from echelon.precision import accumulation_dtype
+from echelon.precision.keep_fp32 import mark_fp32_entries
 from echelon.training.engine import Engine
 from echelon.training.engine_options import loss_scale_settings, parallel_options
 from echelon.training.logging.metrics import PeakFlops
@@ -138,6 +141,13 @@ def test_parts_are_kept_in_float32(pool, name):
 def test_only_modules_that_a_pattern_names_are_kept_in_float32(pool):
     types, *_ = pool.run(kept, 1, SHAPE, "dp=1", ("*norm*",))[0]
     assert {name for name, kind in types.items() if kind == F32} == {name for name in types if "norm" in name}
+
+
+@pytest.mark.parametrize("pattern", ["embed", "head"])
+def test_a_tied_weight_is_kept_in_float32_by_either_name(pattern):
+    tied = LogicalParam(name="embed.weight", names=("embed.weight", "head.weight"), shape=(4, 2))
+    model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4)})
+    assert [param.keep_fp32 for param in mark_fp32_entries(model, [tied], [pattern])] == [True]
 
 
 def test_a_pattern_that_names_nothing_is_an_error():
