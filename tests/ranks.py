@@ -103,6 +103,15 @@ def joined(value: float) -> tuple[World, float, int, str]:
         return world, total(value), torch.get_num_threads(), dist.get_backend()
 
 
+def fails_at_first(marker: str) -> None:
+    """Rank 1 prints and fails in the first attempt."""
+    if os.environ["RANK"] == "1":
+        print(f"attempt after {os.path.exists(marker):d} failures", flush=True)
+        if not os.path.exists(marker):
+            open(marker, "w").close()
+            raise RuntimeError("at first")
+
+
 def joined_and(program: str, *args: Any) -> None:
     """Another program of this file, inside a group that the ranks made themselves."""
     with join_process_group("cpu", timeout=2 * ALWAYS):

@@ -25,6 +25,15 @@ def test_returns_what_rank_0_returns(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_a_restart_keeps_the_log_of_the_failed_attempt(tmp_path: Path) -> None:
+    launch_ranks(ranks.fails_at_first, (str(tmp_path / "marker"),), 2, log_dir=tmp_path / "logs", max_restarts=1)
+    log = (tmp_path / "logs" / "rank1.log").read_text()
+    assert [line for line in log.splitlines() if line.startswith("attempt")] == [
+        "attempt after 0 failures",
+        "attempt after 1 failures",
+    ]
+
+
 def test_only_rank_0_prints(tmp_path: Path) -> None:
     # In a new process: ranks inherit the output of the fork server, which was started long before this test.
     program = (
