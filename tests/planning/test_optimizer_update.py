@@ -17,7 +17,7 @@ from echelon.optim import cost
 from echelon.planning.cluster import cluster
 from echelon.planning.cluster.link_time import wire_bytes
 from echelon.planning.cost.memory_model import stage_memory, state_bytes_by_category
-from echelon.planning.cost.optimizer_update import optimizer_state_bytes, update_comm
+from echelon.planning.cost.optimizer_update import optimizer_state_bytes, param_matrices, update_comm
 from echelon.planning.model.model_sources import config_shape, resolve_shape
 from echelon.planning.priced_plan import price
 from echelon.planning.scenario import Scenario
@@ -122,3 +122,12 @@ def test_muon_is_slower_and_leaner_than_adamw() -> None:
     adamw, muon = of(OptimizerConfig()), of(OptimizerConfig(name="muon"))
     assert muon[0] < 0.6 * adamw[0]
     assert adamw[1] < muon[1]
+
+
+@pytest.mark.parametrize(
+    ("tied", "layout", "has_head"), [(True, "dp=1", False), (True, "pp=2", True), (False, "dp=1", True)]
+)
+def test_the_last_stage_of_tied_weights_has_states_of_its_own_copy(tied: bool, layout: str, has_head: bool) -> None:
+    case = case_of(tiny("llama", tied=tied), layout, OptimizerConfig(), devices="2xcpu")
+    names = {matrix.name for matrix in param_matrices(case, case.layout.pp - 1)}
+    assert ("head.weight" in names) is has_head
