@@ -112,10 +112,14 @@ class TruthRecord:
 
     def __init__(self, record: safe_open, case: VerifyCase, step: int = 0):
         self._record, self._case, self.step = record, case, step
+        self._last_read: tuple[str, Tensor] = ("", torch.empty(0))
+        """most tensors are asked for several times in a row"""
 
     def tensor(self, kind: str, name: str = "") -> Tensor:
-        tensor: Tensor = self._record.get_tensor(f"{self.step}/{kind}/{name}" if name else f"{self.step}/{kind}")
-        return tensor
+        key = f"{self.step}/{kind}/{name}" if name else f"{self.step}/{kind}"
+        if key != self._last_read[0]:
+            self._last_read = (key, self._record.get_tensor(key))
+        return self._last_read[1]
 
     def piece(self, kind: str, piece: Piece) -> Tensor:
         return expected_piece(self.tensor(kind, piece.param.name), piece)
