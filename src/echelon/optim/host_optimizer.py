@@ -133,12 +133,12 @@ def _run_updates(
     try:
         factor, do_update = read_scalars()
         if do_update:
-            _start_fetch(updates[0], ready)
+            _start_prefetch(updates[0], ready)
             for index, update in enumerate(updates):
                 if index >= 2:  # memory for three groups: one read, one updated, one written
                     updates[index - 2].write_handle.wait()
                 if index + 1 < len(updates):
-                    _start_fetch(updates[index + 1], ready)
+                    _start_prefetch(updates[index + 1], ready)
                 _update_group(update, lr, torch.tensor(factor, dtype=torch.float64), ready)
                 update.handle.finish()
         for update in updates:
@@ -157,8 +157,8 @@ def _run_updates(
         raise
 
 
-def _start_fetch(update: _PendingUpdate, ready: CopyEvent) -> None:
-    """Start copying a group's gradient to the host, and reading its states from disk."""
+def _start_prefetch(update: _PendingUpdate, ready: CopyEvent) -> None:
+    """Prefetch for a group's update: copy its gradient to the host, and read its states from disk."""
     group = update.host_group
     if (disk := group.host.disk) is not None:
         update.read_handle = disk.reader.submit(f"reading {group.name}", group.states.load)

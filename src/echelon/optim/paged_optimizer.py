@@ -161,6 +161,7 @@ class PagedOptimizer(ShardedOptimizer):
             group.update_job = job
 
     def _update_pages(self, lr: float, grad_scale: Tensor, do_update: Tensor) -> None:
+        """Update page after page of offloaded states, and prefetch the next one meanwhile."""
         do_host_update, pages = self._host.link.read_async(do_update.double()[None]), self._pages
         pages[0].start_read()
         pages[0].fetch()

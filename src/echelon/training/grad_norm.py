@@ -116,5 +116,5 @@ def _batch_key(part: GradientSlice) -> tuple[torch.dtype, bool]:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """Return the factor that brings the gradient norm down to `max_norm`; 0 turns clipping off."""
+    """Return the factor of `clip_grad_norm_`, which brings the norm down to `max_norm`; 0 turns clipping off."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)
