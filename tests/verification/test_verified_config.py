@@ -148,3 +148,10 @@ def test_the_asked_options_run(pool: RankPool) -> None:
     report = verify(GPT, "dp=2,zero=3", config=config, pool=pool, steps=3)
     assert report.passed, report
     assert {"dtype", "compress"} <= {each.key for each in report.replaced}
+
+
+def test_the_rounding_of_zero_gradients_does_not_fail_an_asynchronous_run(pool: RankPool) -> None:
+    """The gradient of a key's bias is zero but for rounding, of which AdamW's usual epsilon leaves a share."""
+    config = Config.load(None, ["tied=false"])
+    report = verify("gpt-tiny", "pp=2,schedule=pipedream,accumulate=4", config=config, pool=pool)
+    assert report.passed, report

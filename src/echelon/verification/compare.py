@@ -32,7 +32,7 @@ from echelon.verification.verify_case import VerifyCase
 
 GRADIENT_FLOOR, PARAMETER_FLOOR = 1e-6, 1e-6
 """smallest norm that an error is relative to: of gradients, as a share of the norm of all; of parameters, per root of
-their elements (or the learning rate, which an update moves them by). Below, a tensor is zero but for rounding"""
+their elements. Below, a tensor is zero but for rounding"""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,9 @@ def run_and_compare(case: VerifyCase, layout_text: str, leave_out: str, truth: P
     engine = build_engine(case, layout, leave_out)
     asynchronous = layout.schedule in ASYNC_SCHEDULES
     with safe_open(truth, framework="pt") as record:
-        comparison = _Comparison(engine, TruthRecord(record, case))
+        # An asynchronous update may turn the rounding of a gradient that is zero into a share of the learning rate.
+        floor = max(PARAMETER_FLOOR, case.optimizer.lr) if asynchronous else PARAMETER_FLOOR
+        comparison = _Comparison(engine, TruthRecord(record, case, floor=floor))
         gradients = None if asynchronous else ComparedGradients(comparison)
         for step in range(case.steps):
             comparison.truth.step = step
@@ -110,8 +112,9 @@ def build_engine(case: VerifyCase, layout: Layout, leave_out: str = "") -> Engin
 class TruthRecord:
     """The truth's record of one step, and how far values are from it."""
 
-    def __init__(self, record: safe_open, case: VerifyCase, step: int = 0):
-        self._record, self._case, self.step = record, case, step
+    def __init__(self, record: safe_open, case: VerifyCase, step: int = 0, *, floor: float = PARAMETER_FLOOR):
+        """`floor`: see PARAMETER_FLOOR; larger where gradients are not replaced by the truth's."""
+        self._record, self._case, self.step, self._parameter_floor = record, case, step, floor
         self._last_read: tuple[str, Tensor] = ("", torch.empty(0))
         """most tensors are asked for several times in a row"""
 
@@ -148,7 +151,7 @@ class TruthRecord:
             return float(share * float(self.tensor("norm")))
         if kind not in ("parameter", "average", "buffer"):
             return 0.0
-        return float(max(PARAMETER_FLOOR, self._case.optimizer.lr) * full.numel() ** 0.5)
+        return float(self._parameter_floor * full.numel() ** 0.5)
 
 
 class _Comparison:
