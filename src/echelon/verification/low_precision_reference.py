@@ -5,6 +5,7 @@
     precision.compute = fp8        operands rounded to FP8 and back around a plain matmul (`RoundedGemms`)
     precision.master = none        weights rounded stochastically to bfloat16 after every update
     optimizer.states               moments rounded after every update
+    optimizer.name = muon          Newton-Schulz steps in the dtype that the engine takes them in
     compress = lossless+FORMAT     tensors that autograd saves are rounded, in blocks (`RoundedSavedTensors`)
     kernels, offload, layout       none of them: they round nothing by themselves
 
@@ -13,7 +14,7 @@ Random roundings are drawn anew: they are as large as the engine's, not equal to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from typing import Any
@@ -27,6 +28,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from echelon.kernels import dispatch
+from echelon.kernels.gemm.fused_linear import fused_linear
 from echelon.kernels.memory_limits import SCALE_BLOCK
 from echelon.models.layers import check_loss_output
 from echelon.optim.blockwise_quantization import codebook
@@ -35,6 +37,7 @@ from echelon.parallel.dp.param_grouping import layer_names
 from echelon.precision import accumulation_dtype
 from echelon.precision.keep_fp32 import compute_in_float32
 from echelon.training.engine_options import DTYPES, loss_scale_settings
+from echelon.verification.reference_optimizer import PAPER_RULES, PaperRule, muon_in_bfloat16
 from echelon.verification.truth import ReferenceTraining
 from echelon.verification.verify_case import VerifyCase
 
@@ -74,6 +77,10 @@ class LowPrecisionTraining(ReferenceTraining):
         # Before the optimizer copies them to its averages.
         rounded = stochastic_round if self.precision.master == "none" else Tensor.clone
         return {name: nn.Parameter(rounded(value), trainable[name]) for name, value in self._full_precision.items()}
+
+    def paper_rules(self) -> Mapping[str, PaperRule]:
+        uses_bfloat16 = self.device.type == "cuda" and self.compute_dtype == torch.bfloat16
+        return {**PAPER_RULES, "muon": muon_in_bfloat16} if uses_bfloat16 else PAPER_RULES
 
     def forward_backward(self, inputs: dict[str, Tensor]) -> tuple[float, int]:
         inputs = {k: v.to(self.compute_dtype) if v.is_floating_point() else v for k, v in inputs.items()}
@@ -203,7 +210,7 @@ def _rounded_saved_tensors(model: nn.Module, rounding: Callable[[Tensor], Tensor
 
 
 class RoundedGemms(TorchFunctionMode):
-    """Rounds the operands of the layers' linear products to FP8 and back, one scale per tensor or per row."""
+    """Rounds the operands of the layers' GEMMs to FP8 and back, one scale per tensor or per row."""
 
     def __init__(self, model: nn.Module, recipe: str):
         super().__init__()
@@ -216,11 +223,18 @@ class RoundedGemms(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is F.linear and id(args[1]) in self._weights:
-            bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
-            y = _RoundedLinear.apply(args[0], args[1], self._per_row)
-            return y if bias is None else y + bias
+        if func is F.linear:
+            return self._linear(*args, **(kwargs or {}))
+        if func is fused_linear:  # the mode is off inside: it would not see the linear layers there
+            x, weights, biases, *_ = args
+            return torch.cat([self._linear(x, *each) for each in zip(weights, biases, strict=True)], dim=-1)
         return func(*args, **(kwargs or {}))
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if id(weight) not in self._weights:
+            return F.linear(x, weight, bias)
+        y: Tensor = _RoundedLinear.apply(x, weight, self._per_row)
+        return y if bias is None else y + bias
 
 
 class _RoundedLinear(Function):

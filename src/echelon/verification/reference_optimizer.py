@@ -38,14 +38,21 @@ PaperRule = Callable[[Tensor, Tensor, PaperState, PaperSettings], Tensor]
 class ReferenceOptimizer:
     """The configured rule over full parameters, and the moving average of the weights."""
 
-    def __init__(self, rule: UpdateRule, params: Mapping[str, Tensor], filters: Collection[str] = ()):
+    def __init__(
+        self,
+        rule: UpdateRule,
+        params: Mapping[str, Tensor],
+        filters: Collection[str] = (),
+        paper_rules: Mapping[str, PaperRule] | None = None,
+    ):
         """`filters` are the convolutions' weights: a matrix with a row for each output channel."""
+        paper_rules = PAPER_RULES if paper_rules is None else paper_rules
         self._rule, self._params, self._filters, self._num_steps = rule, params, filters, 0
         self._groups = [optimizer_groups.parse(text) for text in rule.groups]
         self._paper_rules = {
-            name: PAPER_RULES[rule.name]
+            name: paper_rules[rule.name]
             for name, param in params.items()
-            if rule.name in PAPER_RULES
+            if rule.name in paper_rules
             and (rule.name != "muon" or optimizer_groups.is_muon_matrix(rule, name, param.shape))
         }
         others = {name: param for name, param in params.items() if name not in self._paper_rules}
@@ -155,15 +162,43 @@ def sm3(w: Tensor, g: Tensor, state: PaperState, settings: PaperSettings) -> Ten
 
 
 def muon(w: Tensor, g: Tensor, state: PaperState, settings: PaperSettings) -> Tensor:
-    """The quintic of five Newton-Schulz steps, on the singular values."""
+    return _muon(w, g, state, settings, _orthogonalize_by_svd)
+
+
+def muon_in_bfloat16(w: Tensor, g: Tensor, state: PaperState, settings: PaperSettings) -> Tensor:
+    """As Jordan runs it on GPUs: Newton-Schulz steps need no more precision."""
+    return _muon(w, g, state, settings, _newton_schulz_in_bfloat16)
+
+
+def _muon(
+    w: Tensor, g: Tensor, state: PaperState, settings: PaperSettings, orthogonalize: Callable[[Tensor], Tensor]
+) -> Tensor:
     momentum = resolve_momentum(settings.rule)
     state["m"] = momentum * state.get("m", torch.zeros_like(g)) + g
-    left, values, right = torch.linalg.svd(g + momentum * state["m"], full_matrices=False)
-    values = values / (values.norm() + 1e-7)
-    for _ in range(5):
-        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
-    move: Tensor = 0.2 * max(w.shape) ** 0.5 * (left * values) @ right
+    move: Tensor = 0.2 * max(w.shape) ** 0.5 * orthogonalize(g + momentum * state["m"])
     return w - settings.lr * settings.weight_decay * w - settings.lr * move
 
 
-PAPER_RULES: dict[str, PaperRule] = {"lion": lion, "lamb": lamb, "adafactor": adafactor, "sm3": sm3, "muon": muon}
+def _orthogonalize_by_svd(u: Tensor) -> Tensor:
+    """The quintic of five Newton-Schulz steps, on the singular values."""
+    left, values, right = torch.linalg.svd(u, full_matrices=False)
+    values = values / (values.norm() + 1e-7)
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    orthogonal: Tensor = (left * values) @ right
+    return orthogonal
+
+
+def _newton_schulz_in_bfloat16(u: Tensor) -> Tensor:
+    if len(u) > u.shape[1]:
+        return _newton_schulz_in_bfloat16(u.T).T
+    x: Tensor = u.bfloat16()
+    x = x / (x.norm() + 1e-7)
+    for _ in range(5):
+        square = x @ x.T
+        quartic = torch.addmm(square, square, square, beta=-4.7750, alpha=2.0315)
+        x = torch.addmm(x, quartic, x, beta=3.4445)
+    return x.to(u.dtype)
+
+
+PAPER_RULES: Mapping[str, PaperRule] = {"lion": lion, "lamb": lamb, "adafactor": adafactor, "sm3": sm3, "muon": muon}

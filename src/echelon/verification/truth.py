@@ -7,6 +7,7 @@ valid targets.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from echelon import rng
 from echelon.models.layers import check_loss_output
-from echelon.verification.reference_optimizer import ReferenceOptimizer, filter_names
+from echelon.verification.reference_optimizer import PAPER_RULES, PaperRule, ReferenceOptimizer, filter_names
 from echelon.verification.verify_case import VerifyCase
 
 
@@ -40,7 +41,9 @@ class ReferenceTraining:
         """what the optimizer updates"""
         trainable = {name: p for name, p in self.params.items() if p.requires_grad}
         self.trainable = trainable
-        self.optimizer = ReferenceOptimizer(case.optimizer, trainable, filter_names(self.model))
+        self.optimizer = ReferenceOptimizer(
+            case.optimizer, trainable, filter_names(self.model), paper_rules=self.paper_rules()
+        )
         self.record: dict[str, Tensor] = {}
 
     def build(self, case: VerifyCase) -> nn.Module:
@@ -48,6 +51,10 @@ class ReferenceTraining:
 
     def master_params(self) -> dict[str, nn.Parameter]:
         return dict(self.model.named_parameters())
+
+    def paper_rules(self) -> Mapping[str, PaperRule]:
+        """The update rules that torch does not have."""
+        return PAPER_RULES
 
     def forward_backward(self, inputs: dict[str, Tensor]) -> tuple[float, int]:
         """Add the gradients of the summed loss to the parameters'; return (sum of losses, number of valid targets)."""
