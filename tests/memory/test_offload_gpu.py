@@ -89,9 +89,8 @@ def test_a_copy_to_the_device_waits_for_the_kernels_that_read_its_target() -> No
 
 @needs_gpu
 def test_a_closed_engine_has_no_copy_under_way() -> None:
-    engine = Engine(
-        models.build(SHAPE, "meta"), "dp=1,offload=optimizer", options=ParallelOptions(device=torch.device("cuda"))
-    )
+    options = ParallelOptions(device=torch.device("cuda"), host_share=1.0)
+    engine = Engine(models.build(SHAPE, "meta"), "dp=1,offload=optimizer", options=options)
     engine.step(batch_of(SHAPE, 4, 512))
     engine.close()
     assert engine.parallel.offload.host is not None

@@ -6,11 +6,13 @@ import gc
 
 import pytest
 import torch
-from offload_engines import engine_away, stepped
+from offload_engines import ADAMW, engine_away, stepped
 from stream_order import StreamOrder, recorded_streams
 
+from echelon.config.sections import OptimizerConfig
 from echelon.memory.offload.host_transfer import CopyEvent
 from echelon.memory.offload.host_worker import JobHandle
+from echelon.optim import paged_optimizer
 from echelon.training.engine import Engine
 
 LAYOUTS = (
@@ -32,9 +34,11 @@ def mark_host_tensors(engine: Engine, order: StreamOrder) -> None:
     order.forget()
 
 
-def trained_in_order(monkeypatch: pytest.MonkeyPatch, layout: str, share: float | None = None) -> StreamOrder:
+def trained_in_order(
+    monkeypatch: pytest.MonkeyPatch, layout: str, share: float | None = None, rule: OptimizerConfig = ADAMW
+) -> StreamOrder:
     with recorded_streams(monkeypatch) as order:
-        engine = engine_away(layout, host_share=share)
+        engine = engine_away(layout, rule, host_share=share)
         mark_host_tensors(engine, order)
         stepped(engine, steps=2)
         engine.drain()
@@ -47,6 +51,16 @@ def trained_in_order(monkeypatch: pytest.MonkeyPatch, layout: str, share: float 
 @pytest.mark.parametrize(("layout", "share"), [*((layout, None) for layout in LAYOUTS), (LAYOUTS[1], 0.4)])
 def test_copies_and_kernels_are_ordered(monkeypatch: pytest.MonkeyPatch, layout: str, share: float | None) -> None:
     order = trained_in_order(monkeypatch, layout, share)
+    assert order.races == []
+    assert order.checked > 1000
+
+
+@pytest.mark.parametrize("layout", ["dp=1,offload=optimizer", "dp=1,accumulate=2,offload=params"])
+@pytest.mark.parametrize("name", ["lamb", "adafactor", "sm3", "muon"])
+def test_pages_of_states_are_ordered(monkeypatch: pytest.MonkeyPatch, name: str, layout: str) -> None:
+    """The first copy of a page to the host once overtook its copy to the device: weights began as stale memory."""
+    monkeypatch.setattr(paged_optimizer, "PAGE_BYTES", 1)
+    order = trained_in_order(monkeypatch, layout, rule=OptimizerConfig(name=name, lr=1e-2))
     assert order.races == []
     assert order.checked > 1000
 

@@ -111,7 +111,7 @@ def _build_rule(
         case "adafactor":
             return Adafactor(shards(), rule, device)
         case "sm3":
-            return SM3(shards(), rule)
+            return SM3(shards(), rule, device)
         case "muon":
             return Muon(parallel, shards(is_muon), rule, adamw_without(is_muon))
         case "adamw" if rule.states == "int8":

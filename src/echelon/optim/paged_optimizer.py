@@ -60,13 +60,14 @@ class _StatePage:
         for group in self.host_groups:
             group.states.optimizer_states = list  # without those of an earlier optimizer
             group.states.allocate()
-            group.states.fetch()
+            group.states.fetch().wait()  # before the copy back, which waits for the compute stream
         self.optimizer = build(self.host_groups)
         list(self.optimizer.named_states())  # allocates them
         # A weak reference: group and optimizer would keep each other alive.
         self.host_groups[0].states.optimizer_states = partial(_stored_states, weakref.ref(self.optimizer))
         for group in self.host_groups:
-            group.states.evict()[0].synchronize()
+            copy, _device_memory = group.states.evict()
+            copy.synchronize()
             group.states.free()
 
     def start_read(self) -> None:

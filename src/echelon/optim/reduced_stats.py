@@ -21,7 +21,7 @@ from echelon.parallel.comm.mesh_axis import MeshAxis
 class ReducedStats:
     """A flat tensor of statistics, `sizes[i]` of each parameter; those reduced together are consecutive."""
 
-    def __init__(self, shards: Sequence[ParamShard], sizes: Sequence[int]):
+    def __init__(self, shards: Sequence[ParamShard], sizes: Sequence[int], device: torch.device):
         self._all_reduces: list[tuple[MeshAxis, slice]] = []
         self._slices: dict[ParamShard, slice] = {}
         buckets: dict[tuple[str, bool], list[tuple[ParamShard, int]]] = {}
@@ -36,7 +36,7 @@ class ReducedStats:
             self._all_reduces.append((buckets[key][0][0].axis, slice(begin, position)))
         self.size = position
         self._dtype = shards[0].update_dtype if shards else torch.float32
-        self._device = shards[0].param_group.unsharded_param.device if shards else torch.device("cpu")
+        self._device = device
 
     def zeros(self) -> Tensor:
         return torch.zeros(self.size, dtype=self._dtype, device=self._device)
@@ -66,8 +66,8 @@ class ReducedStats:
 class RowColumnStats(ReducedStats):
     """One statistic for every row and every column of the parameters' matrices."""
 
-    def __init__(self, shards: Sequence[ParamShard]):
-        super().__init__(shards, [shard.stack.num_row_column_stats for shard in shards])
+    def __init__(self, shards: Sequence[ParamShard], device: torch.device):
+        super().__init__(shards, [shard.stack.num_row_column_stats for shard in shards], device)
 
     def rows_and_columns(self, values: Tensor, shard: ParamShard) -> tuple[Tensor, Tensor]:
         """View one parameter's statistics as [matrices, rows] and [matrices, columns]."""

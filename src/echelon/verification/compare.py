@@ -100,6 +100,8 @@ def build_engine(case: VerifyCase, layout: Layout, leave_out: str = "") -> Engin
     """The engine of a run with the case's configuration."""
     device = torch.device("cuda", torch.cuda.current_device()) if case.config.device == "cuda" else torch.device("cpu")
     options = replace(parallel_options(case.config, device), drop_collective=leave_out)
+    if options.host_share is None:  # a GPU has room for all states of a reduced model: none would be offloaded
+        options = replace(options, host_share=1.0)
     if not case.config.memory.disk:
         options = replace(options, disk_dir="")
     scale = loss_scale_settings(case.config)

@@ -49,10 +49,10 @@ class Adafactor(ShardedOptimizer):
             shard.stack.num_matrices + (shard.stack.num_row_column_stats if shard.stack.is_factored else 0)
             for shard in self._shards
         ]
-        self._sum_stats = ReducedStats(self._shards, sum_sizes)
+        self._sum_stats = ReducedStats(self._shards, sum_sizes, device)
         """of each matrix: row sums and column sums where it is factored, then the sum of squares of the weights"""
-        self._row_column_stats = RowColumnStats(self._factored)
-        self._size_stats = ReducedStats(self._shards, [shard.stack.num_matrices for shard in self._shards])
+        self._row_column_stats = RowColumnStats(self._factored, device)
+        self._size_stats = ReducedStats(self._shards, [shard.stack.num_matrices for shard in self._shards], device)
         self._step = torch.zeros((), dtype=torch.int64, device=device)
         self._means = self._row_column_stats.zeros()
         """R and C of all matrices"""

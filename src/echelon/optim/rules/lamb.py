@@ -30,7 +30,9 @@ class LAMB(ShardedOptimizer):
     def __init__(self, shards: Sequence[ParamShard], rule: UpdateRule, device: torch.device):
         self._shards, self._betas, self._eps = shards, resolve_betas(rule), rule.eps
         self._matrices = [shard for shard in shards if len(shard.param.shape) > 1]
-        self._norm_stats = ReducedStats(self._matrices, [2 * shard.stack.num_matrices for shard in self._matrices])
+        self._norm_stats = ReducedStats(
+            self._matrices, [2 * shard.stack.num_matrices for shard in self._matrices], device
+        )
         self._step = torch.zeros((), dtype=torch.int64, device=device)
         self._moments: dict[ParamShard, tuple[Tensor, Tensor]] = {}
         self._constants = torch.empty(0)

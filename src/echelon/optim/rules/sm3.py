@@ -31,11 +31,11 @@ from echelon.optim.update_rule import UpdateRule, resolve_momentum
 class SM3(ShardedOptimizer):
     """SM3-II with row and column bounds all-reduced over the ranks that share a matrix."""
 
-    def __init__(self, shards: Sequence[ParamShard], rule: UpdateRule):
+    def __init__(self, shards: Sequence[ParamShard], rule: UpdateRule, device: torch.device):
         self._momentum = resolve_momentum(rule)
         self._shards = shards
         self._factored = [shard for shard in shards if shard.stack.is_factored]
-        self._stats = RowColumnStats(self._factored)
+        self._stats = RowColumnStats(self._factored, device)
         self._bounds = self._stats.zeros()
         """r and c of all matrices"""
         self._second_moments: dict[ParamShard, Tensor] = {}
