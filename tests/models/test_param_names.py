@@ -271,6 +271,7 @@ def test_the_published_config_of_deepseek_v3() -> None:
         PUBLISHED_V3["rope_scaling"],
         {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512, "truncate": False},
         {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 7, "attention_factor": 0.3},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1 << 17},
         {"rope_type": "linear", "factor": 3.0},
     ],
     ids=str,

@@ -58,6 +58,16 @@ def test_good_updates_double_the_scale_that_they_used() -> None:
     assert (scaler.scale, scaler.good_updates) == (16.0, 0)
 
 
+def test_good_updates_that_used_an_older_scale_do_not_count() -> None:
+    scaler = scaler_of(64.0, 2)
+    for update in range(3):
+        scaler.begin(update)
+    scaler.report(0, finite=False, had_targets=True)
+    for update in (1, 2):  # they began with 64
+        scaler.report(update, finite=True, had_targets=True)
+    assert (scaler.scale, scaler.good_updates) == (32.0, 0)
+
+
 def trained(
     layout: str, rows: int, recipe: LossScale, overflow: tuple[int, int] = (-1, -1)
 ) -> tuple[dict[str, Tensor], list[float], float, float]:

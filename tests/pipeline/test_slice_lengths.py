@@ -1,15 +1,17 @@
 """TeraPipe's slices against every way to cut a sequence."""
 
 from itertools import combinations, pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_engines import tiny
 
 from echelon.pipeline.execution.runtime import MicrobatchInputs
 from echelon.pipeline.slices.slice_lengths import choose_slice_lengths
-from echelon.pipeline.slices.token_slices import sequence_length
+from echelon.pipeline.slices.token_slices import OVERHEAD_TOKENS, sequence_length, slice_time_model
 
 
 def cost(slices, stages, time):
@@ -71,6 +73,13 @@ def test_empty_sequences_are_rejected(sizes):
     length, stages, granularity = sizes
     with pytest.raises(ValueError, match=r"nothing to slice \(length=.*\); give 1 or more of each"):
         choose_slice_lengths(length, stages, lambda tokens, before: 1.0, granularity)
+
+
+def test_the_time_of_a_slice_includes_attention_to_its_own_tokens():
+    """Work does not depend on the cuts: two slices take as long as one, and the fixed cost of a slice more."""
+    time = slice_time_model(SimpleNamespace(config=tiny()))
+    assert time(512, 0) + OVERHEAD_TOKENS == pytest.approx(time(256, 0) + time(256, 256))
+    assert time(256, 256) > time(256, 0) > OVERHEAD_TOKENS + 256
 
 
 def works(*shapes):
