@@ -77,12 +77,13 @@ def test_a_changed_byte_is_named_on_another_layout(pool, tmp_path):
         pool.run(run, 3, SHAPE, "dp=3,zero=3", RULE, str(tmp_path), (1, 2), resume=True)
 
 
-def test_truncated_missing_and_foreign_files(saved):
+def test_truncated_extended_missing_and_foreign_files(saved):
     folder, _, saving = saved
     file = folder / "step-00000002" / "part-00000.safetensors"
     before = file.read_bytes()
-    file.write_bytes(before[:-5])
-    refused(folder, r"part-00000\.safetensors has .* bytes of")
+    for content in (before[:-5], before + bytes(5)):
+        file.write_bytes(content)
+        refused(folder, rf"part-00000\.safetensors has {len(content):,} bytes of {len(before):,}")
     file.unlink()
     refused(folder, r"part-00000\.safetensors is missing")
     file.write_bytes(before)

@@ -281,6 +281,18 @@ def test_an_arena_is_allocated_once_and_reused() -> None:
     assert [found.nbytes for found in arena.blocks] == [3 * 2 * 12 * shape.width * 8]
 
 
+def test_an_input_restored_from_an_arena_outlives_its_slot() -> None:
+    """A layer may return its input, or a hook keep it, while the next input is copied into the same slot."""
+    arena, first = InputArena(1), torch.arange(6.0).view(2, 3)
+    saved, restore = arena(first)
+    restored = restore(saved)
+    del saved, restore
+    assert arena.num_in_use == 0
+    arena(torch.full((2, 3), 7.0))
+    assert len(arena.blocks) == 1
+    assert torch.equal(restored, first)
+
+
 class OldNames(nn.Module):
     """A user's layer that was written for the attribute's old name."""
 

@@ -94,10 +94,20 @@ def by_reference(shape: ModelConfig, name: str) -> dict[str, torch.Tensor]:
 def test_each_rule_equals_its_papers_reference(name: str, shape: ModelConfig) -> None:
     if shape is CONV and RULES[name].groups:
         pytest.skip("its parameters have other names than the groups")
+    check_against_reference(shape, name)
+
+
+def check_against_reference(shape: ModelConfig, name: str) -> None:
     (found,) = fed(shape, "dp=1", [RULES[name]])
     for key, value in by_reference(shape, name).items():
         assert error(found.values[key], value) < TOLERANCE, key
     assert found.bytes == found.claimed
+
+
+def test_lamb_updates_matrices_that_start_at_zero() -> None:
+    """Both matrices of a noisy gate: without a weight norm the trust ratio is 1."""
+    assert MOE.moe is not None
+    check_against_reference(replace(MOE, moe=replace(MOE.moe, gate="noisy-top-k")), "lamb")
 
 
 def check(pool: RankPool, shape: ModelConfig, *layouts: str) -> None:
