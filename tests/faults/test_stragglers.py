@@ -43,6 +43,12 @@ def test_ranks_are_compared_within_their_stage():
     assert find_straggler(shares(0.03, 0.08), [0, 1]).rank == 1
 
 
+def test_data_stalls_are_compared_across_stages_as_within_one():
+    """The work of stages differs; the time in which their data arrives should not."""
+    found = find_straggler(shares(0.03, 0.03, data=[0.02, 0.03]), [0, 1])
+    assert (found.rank, found.cause) == (1, "data")
+
+
 def test_all_wait_for_data():
     assert data_starvation(shares(0.03, 0.03, data=[0.05, 0.06])) == 0.05
     assert data_starvation(shares(0.03, 0.03, data=[0.001, 0.06])) == 0.0

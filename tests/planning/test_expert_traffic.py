@@ -287,6 +287,14 @@ def test_hierarchical_all_to_all_sends_less_between_nodes_and_more_inside() -> N
     assert hops.num_collectives > straight.num_collectives
 
 
+def test_scores_gathered_over_cp_leave_a_node_that_tp_fills() -> None:
+    """Neighbours of cp are tp ranks apart: of a group of 4, half are on another node of 8 if tp=4."""
+    alone, inside, across = (expert_traffic(case(f"cp=4,tp={tp}")) for tp in (1, 2, 4))
+    assert alone.inter_node_bytes == inside.inter_node_bytes == 0.0
+    assert across.inter_node_bytes == pytest.approx(alone.intra_node_bytes / 2)
+    assert across.inter_node_bytes > 0.0
+
+
 def test_hierarchical_all_to_all_is_chosen_if_faster() -> None:
     fast, slow = cluster.parse_cluster("64xh100"), cluster.parse_cluster("64xh100:eth")
     assert choose_ep_inner(fast, 8, 2) == 1  # all in a node

@@ -31,3 +31,11 @@ def test_an_update_takes_what_it_moves(name: str) -> None:
     assert 1e3 * ELEMENTS * cost.update_traffic_bytes(rule, gradient_bytes=2) / speed == pytest.approx(
         measured, rel=0.25
     )
+
+
+@pytest.mark.parametrize("name", ["adafactor", "sm3", "sgd"])
+def test_momentum_is_read_and_written(name: str) -> None:
+    momentum, plain = (
+        cost.update_traffic_bytes(OptimizerConfig(name=name, momentum=momentum)) for momentum in (0.9, 0.0)
+    )
+    assert momentum - plain == 2 * 4

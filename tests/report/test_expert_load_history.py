@@ -68,6 +68,15 @@ def test_the_worst_layers_are_those_that_stay_unbalanced() -> None:
     assert [layer.name for layer in ExpertLoadHistory.from_records(reported).worst_layers(1)] == ["blocks.1.mlp"]
 
 
+def test_the_late_max_over_mean_is_a_mean_over_steps() -> None:
+    """Columns of several steps, the last one of fewer."""
+    reported = records(steps=13, layers=1)
+    layer = ExpertLoadHistory.from_records(reported, max_columns=4).layers[0]
+    assert [column.steps for column in layer.columns] == [4, 4, 4, 1]
+    late = [line["layers"][0]["most"] for line in reported[8:]]
+    assert layer.late_max_over_mean() == pytest.approx(sum(late) / len(late))
+
+
 def logged(folder: Path, lines: list[dict[str, Any]], end: str = "") -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + end)
