@@ -89,6 +89,12 @@ def test_offloaded_groups_are_gathered_and_reduced_as_counted(pool: RankPool, la
     check(pool, replace(model_config.find_model("llama-tiny"), **SMALL), layout)
 
 
+def test_a_tied_weight_of_two_stages_is_reduced_as_counted(pool: RankPool) -> None:
+    """The first and the last stage are on one rank, and each has gradients of the embedding."""
+    tied = replace(model_config.find_model("llama-tiny"), **{**SMALL, "layers": 4}, tied=True)
+    check(pool, tied, "dp=2,pp=2,zero=0,accumulate=2,schedule=zb-v,offload=params")
+
+
 def test_verify_detects_a_dropped_reduction(pool: RankPool) -> None:
     case = VerifyCase(model=replace(model_config.find_model("llama-tiny"), **SMALL), optimizer=RULES["adamw"])
     for layout in ("dp=2,accumulate=2,offload=optimizer", "dp=2,accumulate=2,offload=params"):

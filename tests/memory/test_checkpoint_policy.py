@@ -19,7 +19,13 @@ from echelon import models
 from echelon.layout import Layout
 from echelon.memory.checkpointing import memory_budget
 from echelon.memory.checkpointing.checkpoint_policy import recomputing_modules
-from echelon.memory.checkpointing.cost import GIB, RecomputedLayers, ineffective_options, recompute_work
+from echelon.memory.checkpointing.cost import (
+    GIB,
+    RecomputedLayers,
+    ineffective_options,
+    recompute_work,
+    segment_length,
+)
 from echelon.memory.checkpointing.memory_budget import MemoryBudget
 from echelon.memory.checkpointing.saved_inputs import InputArena
 from echelon.models import model_config
@@ -208,6 +214,18 @@ def test_recomputed_flops_equal_the_cost() -> None:
     # Probabilities times values are not: what they give is kept.
     share = recompute_work("selective", layers=6, layer_bytes=1.0, input_bytes=0.0, materialized_scores=True).attention
     assert found["selective"] - found["none"] == share * 6 * core
+
+
+def test_segments_grow_with_the_microbatches_in_flight() -> None:
+    """Every microbatch saves the inputs of its segments; the activations of one segment are in memory once."""
+    lengths = {
+        (layers, flying): segment_length("sqrt", layers=layers, in_flight=flying)
+        for layers in (4, 16)
+        for flying in (1, 4)
+    }
+    assert lengths == {(4, 1): 2, (4, 4): 4, (16, 1): 4, (16, 4): 8}
+    assert segment_length("sqrt", layers=4, in_flight=9) == 4  # at most all layers of the stage
+    assert segment_length("every:3", layers=4, in_flight=4) == 3
 
 
 # -- budgets ----------------------------------------------------------------------------------------------------------

@@ -170,6 +170,20 @@ def test_without_resharding_a_microbatch_gathers_once() -> None:
     assert (found["all_gather", "shard", 20], found["all_gather", "shard", 16]) == (2, 6)
 
 
+@pytest.mark.parametrize(
+    ("layout", "found"), [("dp=2", {20: 2 * 2, 14: 2 * 3}), ("dp=4,shard=2", {10: 2 * 2, 8: 2 * 3})]
+)
+def test_replicas_reduce_paged_groups_after_every_stage_of_a_microbatch(layout: str, found: dict[int, int]) -> None:
+    """Two stages of the rank use the root group, as with a tied embedding: its gradients leave after each of them."""
+    policy = zero.sharding_policy(Layout.parse(layout))
+    uses = {"": 2, "a": 1, "b": 1, "c": 1}
+    issued = dp_cost.collectives(
+        units(policy.num_shards), policy, accumulate=2, compute_bytes=2, reduce_bytes=2, stage_uses=uses, paged=uses
+    )
+    counts = count_collectives(issued)
+    assert {size: count for (op, _, size), count in counts.items() if op == "all_reduce"} == found
+
+
 BYTES = {
     # 31 elements, 34 when padded to two shards, 17 a shard; two moments of 4 bytes
     "dp=1": {"parameters": 62, "master": 62, "gradients": 62, "optimizer": 248},
