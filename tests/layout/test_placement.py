@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -233,6 +234,17 @@ def test_no_param_group_is_empty_and_the_root_is_first() -> None:
 def test_the_root_group_and_chosen_groups_stay_unsharded() -> None:
     units = group_params([entry("embed.w", 2), entry("a.w", 2), entry("c", 2)], {"embed": True, "a": False}, 1)
     assert {unit.name: unit.stays_unsharded for unit in units} == {"": True, "embed": True, "a": False}
+
+
+def test_experts_form_groups_that_are_freed_after_use() -> None:
+    """All experts of a model, unsharded at once, would take the memory that zero=3 saves."""
+    experts = [replace(entry(f"a.experts.{name}", 2), is_expert=True) for name in ("up", "down")]
+    units = group_params([entry("a.norm", 2), entry("c", 2), *experts], {"a": False}, 4, 2)
+    assert {unit.name: (unit.num_shards, unit.stays_unsharded) for unit in units} == {
+        "": (4, True),
+        "a": (4, False),
+        "a.experts": (2, False),
+    }
 
 
 def test_a_buffer_holds_decayed_then_plain_then_frozen() -> None:

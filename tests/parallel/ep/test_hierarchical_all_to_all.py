@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 
 from echelon.moe.routing import token_choice_routing
@@ -25,6 +28,14 @@ def choices(rank: int) -> torch.Tensor:
     return torch.where(torch.rand(1, 9, K, generator=made) < 0.2, EXPERTS, chosen)
 
 
+def choices_of_one_node(rank: int) -> torch.Tensor:
+    """All tokens go to the first node, where both ranks have experts; only the first rank of each node has tokens."""
+    chosen = torch.full((1, 9, K), EXPERTS)
+    if rank % INNER == 0:
+        chosen[0, :, 0] = torch.arange(9) % (EXPERTS // NODES)
+    return chosen
+
+
 def test_a_token_crosses_to_a_node_once() -> None:
     experts = choices(0)
     routing = token_choice_routing(experts, torch.ones(experts.shape), torch.zeros(1), EXPERTS)
@@ -37,11 +48,12 @@ def test_a_token_crosses_to_a_node_once() -> None:
     assert set(listed) == pairs
 
 
-def test_token_counts_follow_from_all_ranks_counts() -> None:
+@pytest.mark.parametrize("chosen", [choices, choices_of_one_node])
+def test_token_counts_follow_from_all_ranks_counts(chosen: Callable[[int], torch.Tensor]) -> None:
     """What a rank hands on inside its node is what all ranks of its place sent there."""
     counts, to_nodes = [], []
     for rank in range(NODES * INNER):
-        routing = token_choice_routing(choices(rank), torch.ones(1, 9, K), torch.zeros(1), EXPERTS)
+        routing = token_choice_routing(chosen(rank), torch.ones(1, 9, K), torch.zeros(1), EXPERTS)
         counts.append(TokenPermutation.from_routing(routing).counts)
         to_nodes.append(hops(rank).sort_by_node(routing).counts)
     census = torch.stack([torch.cat(both) for both in zip(counts, to_nodes, strict=True)])
