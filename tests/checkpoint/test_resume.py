@@ -138,6 +138,17 @@ def test_keys_that_cannot_change_on_resume(undisturbed):
     assert [fault.key for fault in caught.value.issues] == ["batch", "seed"]
 
 
+@pytest.mark.parametrize(
+    ("setting", "saved", "changed"), [("tied", "false", "true"), ("gate", "mixtral", "switch"), ("seq_len", "16", "8")]
+)
+def test_settings_that_define_the_model_cannot_change_on_resume(tmp_path, setting, saved, changed):
+    with Run.create(config(tmp_path, "dp=1", model="moe-tiny", **{setting: saved}), {"layout": "dp=1"}) as run:
+        assert resumed_config(run.path, [f"{setting}={saved}", "steps=20"]).steps == 20
+        with pytest.raises(ValidationError, match="cannot change when a run resumes") as caught:
+            resumed_config(run.path, [f"{setting}={changed}"])
+    assert [fault.key for fault in caught.value.issues] == [setting]
+
+
 def test_missing_optimizer_states(undisturbed):
     """The error named optimizer.eps, which was not set."""
     _, reported = undisturbed

@@ -41,8 +41,9 @@ def test_the_bound_counts_what_a_rank_holds() -> None:
     assert refused(f"batch={4 * fits}", "layout=dp=4", world=4) == {}
     assert refused(f"batch={4 * fits}", "layout=accumulate=4") == {}
     assert "batch" in refused(f"batch={4 * fits + 4}", "layout=dp=4", world=4)
-    # A run that recomputes holds one residual stream.
-    assert refused(f"batch={3 * fits}", "layout=recompute=full") == {}
+    # A run that recomputes holds one residual stream, and so may one that offloads or compresses.
+    for setting in ("layout=recompute=full", "layout=offload=activations", "compress=lossless"):
+        assert refused(f"batch={3 * fits}", setting) == {}, setting
 
 
 def test_only_training_is_limited_by_this_machine() -> None:

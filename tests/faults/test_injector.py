@@ -60,6 +60,13 @@ def test_all_faults_at_once_with_a_hint():
     assert "step=99 of 10" in lines[6]
 
 
+def test_ranks_end_below_the_world_size_and_steps_at_the_last():
+    assert parse_injections(["kill:rank=3,step=10"], world_size=4, steps=10)
+    for text, legal in (("kill:rank=4,step=10", "0 to 3"), ("kill:rank=3,step=11", "1 to 10")):
+        with pytest.raises(ValidationError, match=legal):
+            parse_injections([text], world_size=4, steps=10)
+
+
 @pytest.mark.parametrize(
     "text", ["kill:", "kill", "kill:rank", "kill:rank=x", "kill:rank=1,rank=2", "sleep:rank=1,seconds=inf", ""]
 )

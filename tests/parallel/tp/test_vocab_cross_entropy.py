@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from echelon.kernels.layers.cross_entropy import IGNORE_INDEX
 from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout, Mesh
-from echelon.parallel.comm.mesh_axis import MeshAxes
+from echelon.parallel.comm.mesh_axis import MeshAxes, MeshAxis
 from echelon.parallel.tp.parallel_layers import VocabParallelEmbedding, VocabParallelHead
 from echelon.parallel.tp.tp_collectives import (
     FullSequenceBoundary,
@@ -21,6 +21,7 @@ from echelon.parallel.tp.tp_collectives import (
     SequenceParallelBoundary,
     local_sequence_slice,
 )
+from echelon.parallel.tp.vocab_cross_entropy import vocab_parallel_cross_entropy
 
 BATCH, LENGTH, WIDTH = 2, 5, 4
 SPLITS = [(2, 257), (2, 256), (3, 257), (4, 257), (4, 5), (3, 3), (4, 3), (1, 7)]
@@ -145,6 +146,15 @@ def all_ignored(vocabulary: int) -> tuple[float, int, bool]:
 
 def test_without_a_valid_target_loss_and_gradients_are_zero(pool: RankPool) -> None:
     assert pool.run(all_ignored, 2, 7) == [(0.0, 0, False)] * 2
+
+
+@pytest.mark.parametrize("target", [-1, 7, 8])
+def test_a_target_outside_the_vocabulary_is_an_error(target: int) -> None:
+    """As on one device, although the logits have a padded column after seven ids."""
+    logits, axis = numbers(1, 1, 8, seed=1), MeshAxis("tp", (0,), 0, None)
+    assert vocab_parallel_cross_entropy(logits, torch.tensor([[6]]), axis, vocab_size=7) > 0
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        vocab_parallel_cross_entropy(logits, torch.tensor([[target]]), axis, vocab_size=7)
 
 
 def embedding(vocabulary: int, sequence_parallel: bool) -> tuple[Tensor, Tensor]:
