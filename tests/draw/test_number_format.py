@@ -37,6 +37,10 @@ def test_bytes_are_binary_and_counts_decimal():
     assert [format_count(n) for n in (68_123, 1_500_000, 950, 2.5e12)] == ["68.1k", "1.50M", "950", "2.50T"]
 
 
+def test_counts_that_round_up_to_a_unit_are_in_that_unit():
+    assert [format_count(n) for n in (999_499, 999_700, 999.7, 999.7e9)] == ["999k", "1.00M", "1.00k", "1.00T"]
+
+
 def test_shares_and_durations():
     assert [percent(share) for share in (0.273, 0.0012, 0.0, 1.0)] == ["27.3 %", "0.12 %", "0.0 %", "100.0 %"]
     assert [format_duration(s) for s in (12, 18_000, 3.2 * 86_400, 300)] == ["12 s", "5.0 h", "3.2 days", "5.0 min"]
