@@ -149,6 +149,15 @@ def test_settings_that_define_the_model_cannot_change_on_resume(tmp_path, settin
     assert [fault.key for fault in caught.value.issues] == [setting]
 
 
+def test_a_setting_that_was_unset_cannot_be_set_on_resume(tmp_path):
+    """It was noticed when the checkpoint was loaded, by all ranks."""
+    with (
+        Run.create(config(tmp_path, "dp=1", model="moe-tiny"), {"layout": "dp=1"}) as run,
+        pytest.raises(ValidationError, match="tied=true cannot change when a run resumes; legal: unset, or a new run"),
+    ):
+        resumed_config(run.path, ["tied=true"])
+
+
 def test_missing_optimizer_states(undisturbed):
     """The error named optimizer.eps, which was not set."""
     _, reported = undisturbed

@@ -31,16 +31,20 @@ def resumed_config(resume: str | Path, settings: Sequence[str], *, world: int | 
     _refuse_changes(old, {name: given[name].strip("\"'") for name in STATE_KEYS if name in given})
     config = Config.load(run / "config.toml", settings, world=world, written_by_run=True, to_train=True)
     new = schema.effective_values(config)
-    _refuse_changes(old, {name: new[name] for name in old if name.startswith(FIXED_KEYS) and name not in GROWING_KEYS})
+    fixed = (name for name in {**old, **new} if name.startswith(FIXED_KEYS) and name not in GROWING_KEYS)
+    _refuse_changes(old, {name: new.get(name) for name in fixed})
     return config
 
 
 def _refuse_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    """Raise ValidationError for keys that a resumed run cannot change."""
+    """Raise ValidationError for keys that a resumed run cannot change; a key without a value is unset."""
     issues, message = [], "cannot change when a run resumes"
     for name, value in new.items():
-        if value != old[name]:
-            text, legal = schema.format_toml(value), f"{schema.format_toml(old[name])}, or a new run"
+        if value != old.get(name):
+            text, before = (
+                schema.format_toml(each) if each is not None else "unset" for each in (value, old.get(name))
+            )
+            legal = f"{before}, or a new run"
             issues.append(ValidationIssue(key=name, value=text, message=message, legal=legal))
     if issues:
         raise ValidationError(issues)
