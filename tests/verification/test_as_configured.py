@@ -255,3 +255,12 @@ def test_kernels_of_a_gpu_pass_and_fail_when_they_are_broken(
     gpu_pool: RankPool, settings: str, layout: str, broken: BrokenFunction
 ) -> None:
     check_right_and_broken(gpu_pool, settings, layout, broken)
+
+
+def test_sequences_on_a_gpu_fit_the_model(monkeypatch):
+    """Each default layout of ec.verify("llama-tiny") failed on a GPU: 257 tokens, and the model takes 256."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    config = Config.load(None, ["dtype=bfloat16", "device=cuda"])
+    for name, reduce, seq_len in (("llama-tiny", False, 255), ("llama-1b", False, 257), ("llama-tiny", True, 257)):
+        case = VerifyCase(model=model_config.find_model(name), reduce=reduce)
+        assert configure_case(case, config, as_configured=True)[0].seq_len == seq_len

@@ -128,7 +128,10 @@ def on_real_device(case: VerifyCase) -> VerifyCase:
     case = replace(case, config=replace(config, device="cuda" if on_gpu else "cpu"), steps=min(case.steps, 3))
     if not on_gpu:
         return case
-    return replace(case, max_ranks=min(case.max_ranks or num_gpus, num_gpus), seq_len=GPU_SEQ_LEN)
+    seq_len = GPU_SEQ_LEN
+    if isinstance(case.model, ModelConfig) and not case.reduce:
+        seq_len = min(seq_len, case.model.max_seq_len - 1)
+    return replace(case, max_ranks=min(case.max_ranks or num_gpus, num_gpus), seq_len=seq_len)
 
 
 @contextmanager
