@@ -117,8 +117,13 @@ def run(command: str) -> tuple[int, str]:
     if words[0] == "echelon":
         return run_here(words[1:])
     scripts = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    this_source = f'echelon() {{ "{sys.executable}" -m echelon "$@"; }}\n'  # also where it is not installed
     done = subprocess.run(
-        ["bash", "-ec", command], capture_output=True, text=True, timeout=900, env={**os.environ, "PATH": scripts}
+        ["bash", "-ec", this_source + command],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env={**os.environ, "PATH": scripts},
     )
     return done.returncode, done.stdout + done.stderr
 
