@@ -97,6 +97,24 @@ def test_evaluation_does_not_touch_what_is_under_way(pool, schedule):
     assert plain[2] == 0, "a drained stream keeps no version, and no shapes of its microbatches"
 
 
+def first_update(layout, evaluate):
+    """The weights after one step, with or without an evaluation before it."""
+    engine = engine_of(SHAPE, layout, optimizer=ADAMW, clip=0.5)
+    rows = Layout.parse(layout).batch
+    if evaluate:
+        engine.evaluate(engine.microbatches(batch_of(SHAPE, rows, seed=9)))
+    engine.step(batch_of(SHAPE, rows))
+    engine.drain()
+    return whole(engine.parallel, "master")
+
+
+@pytest.mark.parametrize("schedule", ASYNC_SCHEDULES)
+def test_the_targets_of_an_evaluation_are_none_of_the_next_update(pool, schedule):
+    layout = f"pp=2,accumulate=2,schedule={schedule}"
+    plain, evaluated = (pool.run(first_update, 2, layout, evaluate)[0] for evaluate in (False, True))
+    assert all(torch.equal(plain[name], evaluated[name]) for name in plain)
+
+
 def test_a_drained_stream_starts_again(pool):
     """A drain is a flush: later microbatches are computed on the weights of all updates before."""
     layout = "pp=3,accumulate=2,schedule=pipedream"

@@ -175,6 +175,16 @@ def without_batch_statistics(case: VerifyCase, layout: str, leave_out: str, trut
         sync_batchnorm.convert_sync_batchnorm = whole
 
 
+def without_running_statistics(case: VerifyCase, layout: str, leave_out: str, truth: Path) -> RankReport:
+    """On a rank: no BatchNorm notes the statistics that evaluation reads."""
+    whole = sync_batchnorm.SyncBatchNorm._track
+    sync_batchnorm.SyncBatchNorm._track = lambda *_: None  # type: ignore[assignment]
+    try:
+        return run_and_compare(case, layout, leave_out, truth)
+    finally:
+        sync_batchnorm.SyncBatchNorm._track = whole  # type: ignore[method-assign]
+
+
 def with_every_copy_counted(case: VerifyCase, layout: str, leave_out: str, truth: Path) -> RankReport:
     """On a rank: the norm counts what it holds, owned or not."""
     whole = grad_norm.gradient_slices
@@ -224,6 +234,12 @@ def test_batch_statistics(pool: RankPool, monkeypatch: pytest.MonkeyPatch, layou
     verdict = judge_broken(pool, monkeypatch, without_batch_statistics, layout, CONV)
     assert named(verdict) in ("blocks.0.conv.weight", "head.weight")
     assert verdict.axis == "dp"
+
+
+def test_running_statistics(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No loss, gradient or weight depends on them: buffers are compared, too."""
+    verdict = judge_broken(pool, monkeypatch, without_running_statistics, "dp=2", CONV)
+    assert named(verdict) == "blocks.0.norm.running_mean"
 
 
 def test_batch_statistics_left_out_by_name(pool: RankPool) -> None:

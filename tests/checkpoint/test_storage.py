@@ -16,7 +16,7 @@ from tiny_engines import tiny
 
 from echelon.checkpoint.checkpoint_index import CheckpointError, digest_line
 from echelon.checkpoint.save import RetentionPolicy
-from echelon.checkpoint.storage import WRITING_PREFIX, LocalStorage
+from echelon.checkpoint.storage import WRITING_PREFIX, LocalStorage, open_storage
 from echelon.config.sections import OptimizerConfig
 from echelon.launch.rank_failure import RankError
 from echelon.training.engine_state import EngineCheckpointer
@@ -199,6 +199,30 @@ def test_fsspec_storage():
     saving.save({})
     saving.wait()
     assert not files.exists("/checkpoints/step-00000008")
+
+
+def test_a_checkpoint_that_was_set_aside_in_an_object_store_is_kept():
+    """It counts no longer, but its files are the user's: the next save removes unfinished ones only."""
+    import fsspec
+
+    engine, saving = trained("memory://aside", steps=2)  # type: ignore[arg-type]
+    saving.set_aside(1)
+    assert saving.steps() == [1]
+    stepped(engine, SHAPE, 2)
+    saving.save({})
+    saving.wait()
+    assert saving.steps() == [1, 3]
+    assert fsspec.filesystem("memory").exists("/aside/step-00000002/part-00000.safetensors")
+
+
+def test_a_file_of_an_object_store_that_shrinks_while_it_is_read():
+    import fsspec
+
+    fsspec.filesystem("memory").pipe("/shrunk/step-00000001/part-00000.safetensors", bytes(16))
+    storage = open_storage("memory://shrunk")
+    assert storage.read(1, "part-00000.safetensors", [(0, 4), (12, 4)]) == bytes(8)
+    with pytest.raises(CheckpointError, match="is truncated"):
+        storage.read(1, "part-00000.safetensors", [(0, 4), (12, 8)])
 
 
 ADDRESSES = ["", "memory://again"]

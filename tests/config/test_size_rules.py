@@ -46,6 +46,14 @@ def test_the_bound_counts_what_a_rank_holds() -> None:
         assert refused(f"batch={3 * fits}", setting) == {}, setting
 
 
+@pytest.mark.parametrize("layout", ["cp=2", "tp=2"])
+def test_ranks_that_divide_a_sequence_divide_its_activations(layout: str) -> None:
+    """Not its data: 24 bytes, and half of 1,024."""
+    fits = int(16 * GIB / 536 / 128)
+    assert refused(f"batch={fits}", f"layout={layout}", world=2) == {}
+    assert "batch" in refused(f"batch={fits + 1}", f"layout={layout}", world=2)
+
+
 def test_only_training_is_limited_by_this_machine() -> None:
     """`verify` chooses its own batch: a configuration for a cluster is verified on a laptop."""
     assert Config.load(None, ["batch=1000000000"]).batch == 10**9

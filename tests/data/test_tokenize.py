@@ -107,3 +107,16 @@ def test_a_token_file_is_verified_before_it_is_used(tmp_path: Path) -> None:
     (tmp_path / "x.tokens").write_bytes(b"text")
     with pytest.raises(TokenFileError, match="not a token file"):
         prepare_token_file(tmp_path / "x.tokens", tmp_path, tokenizer=ByteTokenizer())
+
+
+def test_the_cache_keeps_the_tokens_of_each_tokenizer_apart(tmp_path: Path) -> None:
+    class Other(ByteTokenizer):
+        name = "other"
+
+    (tmp_path / "x.txt").write_text("text")
+    paths = [
+        prepare_token_file(tmp_path / "x.txt", tmp_path / "cache", tokenizer=tokenizer)
+        for tokenizer in (ByteTokenizer(), Other(), ByteTokenizer())
+    ]
+    assert [TokenFile(path).header.tokenizer for path in paths] == ["bytes", "other", "bytes"]
+    assert paths[0] == paths[2]

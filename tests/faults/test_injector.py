@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from echelon.cli import app
 from echelon.faults.flight_recorder import FlightRecorder
-from echelon.faults.injection_spec import FAULT_KINDS, parse_injections
+from echelon.faults.injection_spec import FAULT_KINDS, injections_of_later_attempt, parse_injections
 from echelon.faults.injector import (
     InjectedError,
     Injector,
@@ -65,6 +65,14 @@ def test_ranks_end_below_the_world_size_and_steps_at_the_last():
     for text, legal in (("kill:rank=4,step=10", "0 to 3"), ("kill:rank=3,step=11", "1 to 10")):
         with pytest.raises(ValidationError, match=legal):
             parse_injections([text], world_size=4, steps=10)
+
+
+@pytest.mark.parametrize(("of", "worlds"), [("", [4]), (",of=3", [3])], ids=["first", "named"])
+def test_a_rank_that_is_gone_strikes_again_in_worlds_of_its_number_of_ranks(of, worlds):
+    faults = parse_injections([f"gone:rank=1,step=6{of}", "kill:rank=2,step=6"])
+    later = {world: injections_of_later_attempt(faults, world, first_world_size=4) for world in (2, 3, 4)}
+    assert [world for world, found in later.items() if found] == worlds
+    assert [(fault.kind, fault.step) for fault in later[worlds[0]]] == [("gone", 0)]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,9 @@ def test_an_error_raised_while_a_lost_peer_is_handled_is_a_consequence() -> None
     wrapped = ValueError("the step failed")
     wrapped.__cause__ = RuntimeError("Timed out waiting 2000ms for recv operation to complete")
     assert caught(wrapped).lost_peer
+    unplanned = ValueError("the step failed")
+    unplanned.__context__ = RuntimeError("Connection reset by peer")
+    assert caught(unplanned).lost_peer
     assert not caught(ValueError("the step failed")).lost_peer
 
 

@@ -77,6 +77,18 @@ def test_layers_at_the_start_are_recomputed() -> None:
     assert [way.form for way in found] == ["full"] * 5 + ["none"] * 5
 
 
+def test_equal_layers_keep_their_order_where_only_that_fits() -> None:
+    """The layer that saves more needs more in its backward, too: it is the first, before anything else is saved."""
+    ways = [
+        CheckpointOption(form="much", saved_bytes=50, backward_bytes=100, seconds=0),
+        CheckpointOption(form="little", saved_bytes=40, backward_bytes=40, seconds=1),
+    ]
+    found = solve_knapsack([ways] * 2, [1] * 2, 101)
+    assert found is not None
+    assert [way.form for way in found] == ["much", "little"]
+    assert peak_bytes(found, [1] * 2) == 100
+
+
 def test_the_peak_counts_the_microbatches_in_flight() -> None:
     options = [CheckpointOption(form="none", saved_bytes=6.0, backward_bytes=10.0, seconds=0.0)] * 2
     assert peak_bytes(options, [3, 3]) == 6 * 6 + 4

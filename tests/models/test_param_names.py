@@ -165,6 +165,16 @@ def test_what_older_and_larger_files_hold_beside() -> None:
     assert equal(from_hugging_face(more, DEEPSEEK), state)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v2", "deepseek_v3"])
+def test_experts_in_every_other_layer_have_no_names_but_qwens(name: str) -> None:
+    config, qwen = MODELS[name], MODELS["qwen3_moe"]
+    assert config.moe is not None
+    assert qwen.moe is not None
+    with pytest.raises(ValueError, match="no model that computes"):
+        hf_model_type(replace(config, moe=replace(config.moe, every=2)))
+    assert hf_model_type(replace(qwen, moe=replace(qwen.moe, every=2))) == "qwen3_moe"
+
+
 def test_wrong_weights_and_models_without_names_are_refused() -> None:
     state = to_hugging_face(ours(LLAMA).state_dict(), LLAMA)
     del state["model.norm.weight"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny_engines import batch_of, error, tiny
+from tiny_engines import batch_of, error, tiny, whole
 
 from echelon import models
 from echelon.config.sections import OptimizerConfig
@@ -108,6 +108,15 @@ def test_lamb_updates_matrices_that_start_at_zero() -> None:
     """Both matrices of a noisy gate: without a weight norm the trust ratio is 1."""
     assert MOE.moe is not None
     check_against_reference(replace(MOE, moe=replace(MOE.moe, gate="noisy-top-k")), "lamb")
+
+
+def test_lamb_leaves_a_matrix_without_a_gradient_as_it_is() -> None:
+    """Without an update norm, too, the trust ratio is 1: an infinite one would make NaN of zeros."""
+    engine = Engine(torch.nn.Linear(3, 2), "", rule("lamb", weight_decay=0.0))
+    before = whole(engine.parallel, "master")
+    engine.optimizer.step(0.05, torch.ones((), dtype=torch.float64), torch.tensor(True))
+    after = whole(engine.parallel, "master")
+    assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
 def check(pool: RankPool, shape: ModelConfig, *layouts: str) -> None:

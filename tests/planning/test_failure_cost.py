@@ -87,6 +87,16 @@ def test_who_writes_follows_from_the_layout():
     assert one.exists > all_.exists
 
 
+def test_cp_ranks_write_too_where_they_shard_states():
+    """Under zero=0 they are replicas, of which one writes."""
+    seconds = {
+        layout: estimate_recovery(planner.find_plans("llama-1b", "8xh100", layout=layout).plans[0]).save
+        for layout in ("dp=8,zero=1", "dp=4,cp=2,zero=1", "dp=8,zero=0", "dp=4,cp=2,zero=0")
+    }
+    assert seconds["dp=4,cp=2,zero=1"] == seconds["dp=8,zero=1"]
+    assert seconds["dp=4,cp=2,zero=0"] == seconds["dp=8,zero=0"] > seconds["dp=8,zero=1"]
+
+
 def test_the_command():
     run = CliRunner().invoke
     given = ["plan", "llama-1b", "--cluster", "8xh100", "--layout", "dp=8", "--goodput"]

@@ -385,6 +385,18 @@ def test_no_layout_takes_less_than_the_bounds_say(devices, batch, seq_len, model
             assert bound.objective <= (1 + 1e-9) * step_times(count_work(found), c).total, layout
 
 
+def test_the_bound_of_memory_holds_for_one_microbatch_in_flight():
+    """The naive schedule fills no pipeline: a rank holds the activations of its own layers, once."""
+    asked = request("llama-1b", "8xh100", 16, 32768, fixed={"schedule": "naive", "pp": 4})
+    c = constants_for(asked.scenario(Layout()))
+    bounds = branch_bounds(asked, c)
+    assert bounds
+    for bound in bounds:
+        for layout in branch_layouts(asked, bound.branch):
+            least = min_memory_bytes(asked, layout, bound.activation_bytes)
+            assert least <= peak_memory(asked.scenario(layout), c).total, layout
+
+
 @pytest.mark.parametrize(
     ("devices", "batch", "seq_len", "precision"),
     [

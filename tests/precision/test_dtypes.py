@@ -150,6 +150,14 @@ def test_a_tied_weight_is_kept_in_float32_by_either_name(pattern):
     assert [param.keep_fp32 for param in mark_fp32_entries(model, [tied], [pattern])] == [True]
 
 
+def test_a_module_is_not_kept_in_float32_by_the_start_of_its_name():
+    """blocks.1 is no part of blocks.10."""
+    model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(11))})
+    params = [LogicalParam(name=name, names=(name,), shape=(2, 2)) for name, _ in model.named_parameters()]
+    kept = [param.name for param in mark_fp32_entries(model, params, ["blocks.1"]) if param.keep_fp32]
+    assert kept == ["blocks.1.weight"]
+
+
 def test_a_pattern_that_names_nothing_is_an_error():
     with pytest.raises(ValueError, match=r"no module with parameters matches precision.keep_fp32 \(\*nrom\*\)"):
         Engine(models.build(SHAPE, "meta"), options=ParallelOptions(compute_dtype=F16, keep_fp32=("*norm*", "*nrom*")))

@@ -120,6 +120,18 @@ def test_the_average_of_rounded_weights_is_exact(pool):
     assert not torch.equal(shown, exact.double())
 
 
+def test_each_evaluation_swaps_the_weights_of_its_time():
+    """The weights that one evaluation had saved would come back after the next."""
+    engine = Engine(Slope(), "dp=1", OptimizerConfig(lr=1e-3, ema=0.9), options=ALONE)
+    for _ in range(2):
+        engine.step({"x": torch.ones(2)})
+        before, average = whole(engine.parallel, "master")["weight"], engine.ema.states()[0]
+        with engine.ema_weights():
+            shown = whole(engine.parallel, "master")["weight"]
+        assert torch.equal(shown.reshape(-1), average.bfloat16().double())
+        assert torch.equal(whole(engine.parallel, "master")["weight"], before)
+
+
 def left_out():
     engine = Engine(Slope(), "dp=1", OptimizerConfig(), options=ALONE)
     engine.step({"x": torch.ones(2)})

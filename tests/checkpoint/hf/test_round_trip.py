@@ -12,8 +12,10 @@ import torch
 from hugging_face_models import MODELS, build, load, logits, save, tokens
 from safetensors.torch import load_file
 
+from echelon import models
 from echelon.checkpoint.hf import convert_model, logit_check, safetensors_reader, safetensors_writer
 from echelon.checkpoint.hf.convert_model import export_model, import_model
+from echelon.checkpoint.hf.convert_tensors import in_memory, native_to_hf
 from echelon.models import find_model, reduced_config
 from echelon.models.hf import hf_config_reader, hf_config_writer
 from echelon.planning.model.model_sources import resolve_shape
@@ -109,6 +111,17 @@ def test_types(name: str, tmp_path: Path) -> None:
     exact = stored(source)
     for key, tensor in stored(tmp_path / "back").items():
         assert torch.equal(tensor, exact[key].to(tensor.dtype))
+
+
+def test_tensors_that_become_one_keep_the_wider_dtype() -> None:
+    config = reduced_config(find_model("gpt-tiny"), layers=1, width=16)
+    state = models.build(config).state_dict()
+    q, k, v = (f"blocks.0.attn.{part}.weight" for part in "qkv")
+    state[q] = state[q].bfloat16()
+    conversion = native_to_hf({name: in_memory(tensor) for name, tensor in state.items()}, config)
+    merged = dict(conversion.convert())["transformer.h.0.attn.c_attn.weight"]
+    assert merged.dtype == torch.float32
+    assert torch.equal(merged.T, torch.cat([state[q].float(), state[k], state[v]]))
 
 
 def test_older_files(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from echelon.launch.rank_failure import RankError, RankFailure
 from echelon.layout import Layout, ValidationError
 from echelon.training import loop
 from echelon.training.elastic import supervisor
-from echelon.training.elastic.attempts import Attempt, last_layout, resume_target
+from echelon.training.elastic.attempts import Attempt, find_run, last_layout, resume_target
 from echelon.training.elastic.replan import plan_layout_change
 from echelon.training.loop import train_on_rank
 from echelon.training.run.resume import resumed_config
@@ -318,3 +318,14 @@ def test_the_last_layout_is_that_of_the_last_attempt(tmp_path):
         for layout in ("dp=3", "dp=2"):
             run.log("resume", layout=layout)
             assert last_layout(run) == layout
+
+
+def test_a_finished_run_is_resumed_after_a_restart_only_if_it_has_started_again(tmp_path):
+    """With more steps, for example."""
+    asked = config(tmp_path, "dp=1")
+    with Run.create(asked, {"layout": "dp=1", "elastic": "named"}) as run:
+        assert find_run(asked, "", "named", restarted=True) == run.path
+        run.log("end")
+        assert find_run(asked, "", "named", restarted=True) is None
+        run.log("start", time=1.0, after=STEPS, elastic="named")
+        assert find_run(asked, "", "named", restarted=True) == run.path
