@@ -1,14 +1,21 @@
-"""Fits the planner's constants (src/echelon/planning/calibrate/constants.py) to a table
-of published runs, or to measured steps of Echelon.
+"""Fits the planner's constants (src/echelon/planning/calibrate/) to a table of published runs, or to measured steps of
+Echelon, and says how well they predict runs that they never saw.
 
     python bench/fit.py TABLE.csv                  prints the constants, to be pasted, and the errors
-    python bench/fit.py TABLE.csv --leave-out      the errors on each source by constants that never saw it
-    python bench/fit.py TABLE.csv --accuracy       writes accuracy.json, which the docs quote, also of unseen.csv
+    python bench/fit.py TABLE.csv --leave-out      the errors on each source, program, hardware generation and strategy
+                                                   by constants that never saw it
+    python bench/fit.py TABLE.csv --accuracy       writes accuracy.json, which the docs quote
     python bench/fit.py STEPS.json                 the measured NATIVE_OVERRIDES, from what `echelon bench` found
 
 Every source weighs the same, whatever its rows. Residuals are logarithms of predicted over measured, taken by their
-absolute value beyond a few per cent, so that a run that went wrong does not bend the fit. Constants are held near what
-devices and papers say (`HELD`): those that the rows say little about stay there.
+absolute value beyond a few per cent, so that a run that went wrong does not bend the fit.
+
+Every fit starts from PRIORS, which come from data sheets, papers and benchmarks of single operators, and is held near
+them: a constant that the rows do not determine stays there, and no fit that leaves a source out has seen it. Shares
+stay below 1, by the logistic function. A program without a row has the mean profile of the others.
+
+Intervals are conformal: as wide as QUANTILE of the left-out runs need, every source with the same weight. Their
+coverage is that of a source by the width which the other sources need.
 """
 
 from __future__ import annotations
@@ -16,8 +23,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +34,7 @@ from numpy.typing import NDArray
 from echelon.bench import planner_comparison
 from echelon.planning.calibrate import published_runs
 from echelon.planning.calibrate.constants import FITTED_CONSTANTS, NATIVE_OVERRIDES, Constants
+from echelon.planning.calibrate.programs import OWN_PROGRAMS, PROGRAMS, ProgramProfile
 from echelon.planning.calibrate.published_runs import PublishedRun
 from echelon.planning.calibrate.scoring import MIN_ROWS, Score, TimeErrors, score_runs, time_errors
 from echelon.planning.cost.count_work import count_work
@@ -34,41 +42,126 @@ from echelon.planning.cost.step_time import step_times
 from echelon.planning.cost.step_work import StepWork, stack_work
 
 Array = NDArray[np.float64]
-OTHERS = (
-    *("cpu", "single_device_share", "activation_slack", "backward_working", "context_gib", "unfused_norm_saved"),
-    *("spread", "spread_experts"),
-)
-"""constants that times do not depend on, or that no published run tells"""
-NAMES = tuple(field.name for field in fields(Constants) if field.name not in OTHERS)
-SOFT = 0.07
-"""residuals are squared up to about this, and taken as they are beyond"""
-HOLD = 0.05
-"""what a factor of e away from the start costs, as a residual"""
-HELD = {
-    **dict.fromkeys(("intra_node", "inter_node"), 2.0),
-    **dict.fromkeys(("pre_hopper_links", "fsdp_overlap", "fsdp_exposed", "unfused_norms"), 0.3),
-    **dict.fromkeys(("tp_exposed", "update_bytes", "step_overhead", "edge", "expert_edge", "dp_overlap"), 0.2),
-    **dict.fromkeys(("pp_exposed", "ep_exposed", "memory_bandwidth"), 0.1),
+
+
+@dataclass(frozen=True)
+class Prior:
+    value: float
+    spread: float = 0.5
+    """a residual of HOLD is what it costs to be a factor of 1 + spread away"""
+    share: bool = False
+    """at most 1"""
+
+
+PRIORS = {
+    # GEMMs of libraries on these devices; a TPU holds its clock
+    **{name: Prior(0.7, 0.15, True) for name in ("volta", "ampere")},
+    **{name: Prior(value, 0.15, True) for name, value in {"hopper": 0.68, "blackwell": 0.55}.items()},
+    **{name: Prior(0.58, 0.15, True) for name in ("hopper_fp8", "blackwell_fp8")},
+    **{name: Prior(value, 0.15, True) for name, value in {"fp4": 0.45, "accelerator": 0.55, "tpu": 0.85}.items()},
+    "edge": Prior(80, 0.4),
+    "misaligned_gemms": Prior(0.5),
+    "expert_edge": Prior(200, 0.2),
+    # the papers of flash attention, forward and backward
+    "flash1": Prior(0.3, share=True),
+    "flash2": Prior(0.42, share=True),
+    "flash2_hopper": Prior(0.35, share=True),
+    "best_attention": Prior(0.45, share=True),
+    "fused_score_bytes": Prior(12),
+    "plain_score_bytes": Prior(30),
+    "memory_bandwidth": Prior(0.85, 0.1, True),
+    "unfused_norms": Prior(6),
+    "cast_bytes": Prior(6),
+    "launch": Prior(3e-4),
+    "launch_experts": Prior(1e-3),
+    # nccl-tests
+    "intra_node": Prior(0.8, 0.1, True),
+    "inter_node": Prior(0.85, 0.1, True),
+    "hop_intra": Prior(3.4e-6, 0.3),
+    "hop_inter": Prior(14e-6, 0.3),
+    "congestion": Prior(0.03, 1.0, True),
+    "ep_exposed": Prior(0.5, share=True),
+    "pp_exposed": Prior(0.3, share=True),
+    "contention": Prior(0.15, share=True),
+    "update_bytes": Prior(24),
 }
-START = FITTED_CONSTANTS
-OWN_NAMES = tuple(name for name, value in NATIVE_OVERRIDES.items() if value and name != "blockwise_attention")
+PROFILE_PRIORS = {
+    "speed": Prior(1.0, 0.05),
+    "traffic": Prior(1.0, 0.3),
+    "overlap": Prior(0.4, 1.0, True),
+    "step_overhead": Prior(0.02, 1.0),
+}
+BASE_PROGRAM = "megatron"
+"""whose speed and traffic are 1: the shares of the peak and the bytes are its own"""
+PROGRAM_PRIORS = {
+    f"{program}.{name}": Prior(0.1, 1.0, True) if (program, name) == ("megatron-2021", "overlap") else prior
+    for program in PROGRAMS
+    for name, prior in PROFILE_PRIORS.items()
+    if program not in (*OWN_PROGRAMS, "unknown") and not (program == BASE_PROGRAM and name in ("speed", "traffic"))
+}
+SOFT = 0.1
+"""residuals are squared up to about this, and taken as they are beyond"""
+HOLD = 0.09
+OWN_NAMES = ("hopper", "hopper_fp8", "best_attention", "expert_edge", "launch_experts", "memory_bandwidth")
 """constants of our own program that steps on one device tell"""
+QUANTILE = 0.8
+"""of the runs lie in an interval"""
 
 
-def fit(works: StepWork, seconds: Array, weights: Array, start: Constants, names: tuple[str, ...] = NAMES) -> Constants:
-    """The constants with the least residuals, each at least 0."""
-    begin = np.array([getattr(start, name) for name in names])
-    held = np.array([HELD.get(name, HOLD) for name in names])
+@dataclass(frozen=True)
+class Vector:
+    """Constants as unbounded numbers, 0 at their priors."""
 
-    def constants(x: Array) -> Constants:
-        return replace(start, **dict(zip(names, (begin * np.exp(x)).tolist(), strict=True)))
+    priors: dict[str, Prior]
+    start: Constants
+
+    @property
+    def held(self) -> Array:
+        """What a unit costs; a unit of a share near 1 changes it by less."""
+        return np.array(
+            [HOLD / one.spread * (1 - one.value if self._is_tight(one) else 1) for one in self.priors.values()]
+        )
+
+    @staticmethod
+    def _is_tight(prior: Prior) -> bool:
+        return prior.share and prior.spread < 0.5
+
+    def constants(self, x: Array, programs: Collection[str] = PROGRAMS) -> Constants:
+        """The constants of a vector; programs that are not in `programs` have the mean of those that are."""
+        values = {name: _value(one, float(z)) for (name, one), z in zip(self.priors.items(), x, strict=True)}
+        profiles = {
+            program: replace(
+                profile,
+                **{key: values.pop(f"{program}.{key}") for key in PROFILE_PRIORS if f"{program}.{key}" in values},
+            )
+            for program, profile in zip(PROGRAMS, self.start.profiles, strict=True)
+        }
+        known = [profiles[name] for name in PROGRAMS if name in programs and f"{name}.overlap" in self.priors]
+        if known:
+            mean = {key: float(np.exp(np.mean([np.log(getattr(one, key)) for one in known]))) for key in PROFILE_PRIORS}
+            for name in PROGRAMS:
+                if (name not in programs and name not in OWN_PROGRAMS) or name == "unknown":
+                    profiles[name] = ProgramProfile(**mean)
+        return replace(self.start, **values, profiles=tuple(profiles[name] for name in PROGRAMS))
+
+
+def _value(prior: Prior, z: float) -> float:
+    return 1 / (1 + (1 / prior.value - 1) * np.exp(-z)) if prior.share else prior.value * np.exp(z)
+
+
+PUBLISHED = Vector(PRIORS | PROGRAM_PRIORS, FITTED_CONSTANTS)
+
+
+def fit(works: StepWork, seconds: Array, weights: Array, vector: Vector = PUBLISHED) -> Array:
+    """The vector with the least residuals."""
+    held = vector.held
 
     def residuals(x: Array) -> Array:
-        wrong = np.log(step_times(works, constants(x)).total / seconds)
+        wrong = np.log(step_times(works, vector.constants(x)).total / seconds)
         soft = np.sign(wrong) * np.sqrt(2 * SOFT * (np.sqrt(SOFT**2 + wrong**2) - SOFT))
         return np.concatenate([4 * weights * soft, held * x])
 
-    return constants(least_squares(residuals, np.zeros(len(names))))
+    return least_squares(residuals, np.zeros(len(held)))
 
 
 def least_squares(residuals: Callable[[Array], Array], x: Array, *, rounds: int = 80, step: float = 1e-4) -> Array:
@@ -86,29 +179,81 @@ def least_squares(residuals: Callable[[Array], Array], x: Array, *, rounds: int 
             damping *= 4
         else:
             return x
-        if now @ now - there @ there < 1e-7 * (now @ now):
+        if now @ now - there @ there < 1e-6 * (now @ now):
             return moved
         x, now, damping = moved, there, damping / 3
     return x
 
 
-def weights_of(sources: list[str]) -> Array:
-    return np.array([1 / np.sqrt(sources.count(source)) for source in sources])
+class Table:
+    """The timed runs of a table, counted once."""
+
+    def __init__(self, runs: Sequence[PublishedRun]):
+        self.runs = [run for run in runs if run.seconds]
+        self.works = [count_work(run.scenario) for run in self.runs]
+        self.seconds = np.array([run.seconds for run in self.runs])
+        self.sources = [run.source for run in self.runs]
+
+    def fit(self, rows: Sequence[int]) -> Constants:
+        """The constants that are fitted to some rows."""
+        sources = [self.sources[i] for i in rows]
+        weights = np.array([1 / np.sqrt(sources.count(source)) for source in sources])
+        x = fit(stack_work([self.works[i] for i in rows]), self.seconds[list(rows)], weights)
+        return PUBLISHED.constants(x, {self.runs[i].scenario.program for i in rows})
+
+    def predict(self, rows: Sequence[int], constants: Constants) -> Array:
+        predicted: Array = step_times(stack_work([self.works[i] for i in rows]), constants).total
+        return predicted
+
+    def leave_out(self, group_of: Callable[[PublishedRun], str]) -> Array:
+        """Seconds of every run by constants that are fitted to the runs of other groups."""
+        groups, predicted = [group_of(run) for run in self.runs], np.zeros(len(self.runs))
+        for group in sorted(set(groups)):
+            kept, tried = ([i for i, other in enumerate(groups) if (other != group) == keep] for keep in (True, False))
+            predicted[tried] = self.predict(tried, self.fit(kept))
+        return predicted
+
+    def errors(self, predicted: Array) -> dict[str, TimeErrors]:
+        return time_errors(self.sources, predicted, self.seconds)
+
+    def has_experts(self, rows: Sequence[int], wanted: bool) -> list[int]:
+        return [i for i in rows if bool(self.runs[i].scenario.shape.experts) == wanted]
+
+    def coverage(self, predicted: Array) -> float:
+        """Share of left-out runs within the width that the other sources need, every source with the same weight."""
+        shares = []
+        for source in sorted(set(self.sources)):
+            inside: list[bool] = []
+            for experts in (False, True):
+                kept = self.has_experts([i for i, other in enumerate(self.sources) if other != source], experts)
+                tried = self.has_experts([i for i, other in enumerate(self.sources) if other == source], experts)
+                width = self.spread(predicted, kept)
+                inside += list(np.abs(np.log(predicted[tried] / self.seconds[tried])) <= width)
+            shares.append(np.mean(inside))
+        return float(np.mean(shares))
+
+    def spread(self, predicted: Array, rows: Sequence[int]) -> float:
+        """The logarithm within which QUANTILE of the runs lie, every source with the same weight."""
+        wrong = np.abs(np.log(predicted[rows] / self.seconds[rows]))
+        sources = [self.sources[i] for i in rows]
+        weights = np.array([1 / sources.count(source) for source in sources])
+        order = np.argsort(wrong)
+        share = np.cumsum(weights[order]) / weights.sum()
+        return float(wrong[order][np.searchsorted(share, QUANTILE)])
 
 
-def leave_out(timed: Sequence[PublishedRun]) -> dict[str, TimeErrors]:
-    """The errors on each source by constants that are fitted to the others."""
-    works = [count_work(run.scenario) for run in timed]
-    seconds, sources = np.array([run.seconds for run in timed]), [run.source for run in timed]
-    found: dict[str, TimeErrors] = {}
-    for source in sorted(set(sources)):
-        kept = [i for i, other in enumerate(sources) if other != source]
-        tried = [i for i, other in enumerate(sources) if other == source]
-        weights = weights_of([sources[i] for i in kept])
-        constants = fit(stack_work([works[i] for i in kept]), seconds[kept], weights, START)
-        predicted = step_times(stack_work([works[i] for i in tried]), constants).total
-        found |= time_errors([source] * len(tried), predicted, seconds[tried])
-    return found
+def strategy(run: PublishedRun) -> str:
+    layout = run.scenario.layout
+    degrees = {"experts": run.scenario.shape.experts, "cp": layout.cp - 1, "pp": layout.pp - 1, "tp": layout.tp - 1}
+    return next((name for name, used in degrees.items() if used), "fsdp" if layout.zero == 3 else "dp")
+
+
+GROUPS: dict[str, Callable[[PublishedRun], str]] = {
+    "source": lambda run: run.source,
+    "program": lambda run: run.scenario.program,
+    "hardware": lambda run: run.scenario.cluster.device.generation,
+    "strategy": strategy,
+}
 
 
 def time_summary(found: dict[str, TimeErrors]) -> dict[str, Any]:
@@ -139,16 +284,17 @@ def score_summary(found: Score) -> dict[str, Any]:
     }
 
 
-def write_accuracy(table: Path) -> None:
-    seen, unseen = (
-        published_runs.parse_runs(published_runs.read_runs(path)) for path in (table, table.parent / "unseen.csv")
-    )
-    found = {
-        "fitted": score_summary(score_runs(*seen)),
-        "left out": time_summary(leave_out([run for run in seen[0] if run.seconds])),
-        "unseen": score_summary(score_runs(*unseen)),
-    }
-    (table.parent / "accuracy.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+def left_out_summary(table: Table, group: Callable[[PublishedRun], str]) -> dict[str, Any]:
+    predicted = table.leave_out(group)
+    return {**time_summary(table.errors(predicted)), "coverage": round(table.coverage(predicted), 2)}
+
+
+def write_accuracy(path: Path) -> None:
+    runs, skipped = published_runs.parse_runs(published_runs.read_runs(path))
+    table = Table(runs)
+    left_out = {name: left_out_summary(table, group) for name, group in GROUPS.items()}
+    found = {"fitted": score_summary(score_runs(runs, skipped)), "left out": left_out}
+    (path.parent / "accuracy.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def shown(title: str, found: dict[str, TimeErrors]) -> None:
@@ -159,6 +305,16 @@ def shown(title: str, found: dict[str, TimeErrors]) -> None:
     print(f"  {'mean over sources':18s}            median {mean['time_median']:6.1%}  p90 {mean['time_p90']:6.1%}")
 
 
+def show_constants(constants: Constants) -> None:
+    for one in fields(Constants):
+        value = getattr(constants, one.name)
+        if isinstance(value, float):
+            print(f"    {one.name}: float = {value:.4g}")
+    for name, profile in zip(PROGRAMS, constants.profiles, strict=True):
+        values = ", ".join(f"{key}={getattr(profile, key):.3g}" for key in PROFILE_PRIORS)
+        print(f'    "{name}": ProgramProfile({values}),')
+
+
 def fit_own(path: str) -> None:
     """Fit to measured steps of Echelon, in the precisions that the planner distinguishes, with equal weights."""
     steps = [step for step in planner_comparison.read_steps(path) if step.precision == step.scenario.precision]
@@ -167,7 +323,8 @@ def fit_own(path: str) -> None:
         np.array([step.seconds for step in steps]),
     )
     before = replace(FITTED_CONSTANTS, **NATIVE_OVERRIDES)
-    found = fit(works, seconds, np.ones(len(steps)), before, OWN_NAMES)
+    vector = Vector({name: replace(PRIORS[name], value=getattr(before, name)) for name in OWN_NAMES}, before)
+    found = vector.constants(fit(works, seconds, np.ones(len(steps)), vector))
     for name in OWN_NAMES:
         print(f'    "{name}": {getattr(found, name):.3g},')
     print("seconds over those measured, with the constants in force and with these")
@@ -180,7 +337,7 @@ def fit_own(path: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", help="a CSV of published runs, or a JSON of steps of our own")
-    parser.add_argument("--leave-out", action="store_true", help="fit without each source in turn, and try it on that")
+    parser.add_argument("--leave-out", action="store_true", help="fit without each group in turn, and try it on that")
     parser.add_argument("--accuracy", action="store_true", help="write accuracy.json")
     options = parser.parse_args()
     if options.table.endswith(".json"):
@@ -189,24 +346,21 @@ def main() -> int:
     if options.accuracy:
         write_accuracy(Path(options.table))
         return 0
-    asked = [
-        question
-        for question in published_runs.parse_runs(published_runs.read_runs(options.table))[0]
-        if question.seconds
-    ]
+    table = Table(published_runs.parse_runs(published_runs.read_runs(options.table))[0])
+    rows = range(len(table.runs))
     if options.leave_out:
-        shown("errors on each source by constants that never saw it", leave_out(asked))
+        for name, group in GROUPS.items():
+            predicted = table.leave_out(group)
+            shown(f"errors by constants that never saw the same {name}", table.errors(predicted))
+            for what, kept in (("dense", False), ("experts", True)):
+                width = table.spread(predicted, table.has_experts(rows, kept))
+                print(f"  {what:18s} {QUANTILE:.0%} lie within a logarithm of {width:.3f}")
+            print(f"  {'coverage':18s} {table.coverage(predicted):.0%}")
         return 0
-    works = [count_work(question.scenario) for question in asked]
-    seconds = np.array([question.seconds for question in asked])
-    sources = [question.source for question in asked]
-    constants = fit(stack_work(works), seconds, weights_of(sources), START)
-    for name, value in asdict(constants).items():
-        print(f"    {name}: float = {value:.4g}")
-    before = step_times(stack_work(works), FITTED_CONSTANTS).total
-    after = step_times(stack_work(works), constants).total
-    shown("with the constants in force", time_errors(sources, before, seconds))
-    shown("with these", time_errors(sources, after, seconds))
+    constants = table.fit(rows)
+    show_constants(constants)
+    shown("with the constants in force", table.errors(table.predict(rows, FITTED_CONSTANTS)))
+    shown("with these", table.errors(table.predict(rows, constants)))
     return 0
 
 

@@ -311,11 +311,10 @@ def bench_measured() -> str:
     return markdown(head, rows)
 
 
-def own_steps() -> str:
+def own_steps(*names: str) -> str:
     """What the planner says of the steps of ours that were measured."""
     rows = []
-    measured = DOCS.parent / "bench" / "measured"
-    for step in (*measured_steps(measured / "h200.json"), *measured_steps(measured / "h200-mixtures.json")):
+    for step in (step for name in names for step in measured_steps(DOCS.parent / "bench" / "measured" / name)):
         plan = price(step.scenario)
         held = plan.memory.total - plan.memory.parts["reserve"]
         rows.append(
@@ -365,7 +364,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "bench shapes": bench_shapes,
     "fewest bytes": fewest_bytes,
     "bench measured": bench_measured,
-    "own steps": own_steps,
+    "own steps": lambda: own_steps("h200.json", "h200-mixtures.json"),
+    "small steps": lambda: own_steps("h200-small.json"),
     "accuracy in a sentence": planner_accuracy.sentence,
     "accuracy": lambda: markdown(*planner_accuracy.columns()),
     "own constants": lambda: markdown(*planner_accuracy.own_constants()),

@@ -410,7 +410,7 @@ def resolves(name: str) -> bool:
     return True
 
 
-WORDS = {9: "nine", 11: "eleven", 12: "twelve", 13: "thirteen"}
+WORDS = {9: "nine", 11: "eleven", 12: "twelve", 13: "thirteen", 14: "fourteen"}
 
 
 def counts() -> dict[str, tuple[str, ...]]:
@@ -430,7 +430,7 @@ def counts() -> dict[str, tuple[str, ...]]:
     from echelon.planning.search import layout_families, layout_search
     from echelon.verification.verify_request import DEFAULT_LAYOUTS
 
-    layouts, numbers = WORDS[len(DEFAULT_LAYOUTS.split(";"))], len(fields(Constants))
+    layouts, numbers = WORDS[len(DEFAULT_LAYOUTS.split(";"))], len(fields(Constants)) - 1
     large = PlanRequest(shape=resolve_shape("llama-70b"), cluster=parse_cluster("1024xh100"), batch=1024, seq_len=8192)
     searched = sum(1 for _ in layout_families.all_layouts(large))
     sizes = device_bench.MESSAGE_SIZES

@@ -39,7 +39,7 @@ def test_every_forward_copies_the_model_out_and_gathers_logits_and_gradients() -
     """The formulas of the note, written out once more."""
     ddp, single, c = price(CASE), price_data_parallel(CASE), constants_for(CASE)
     link = CASE.cluster.intra_node
-    bandwidth = link.bandwidth * c.intra_node * c.pre_hopper_links
+    bandwidth = link.bandwidth * c.intra_node
     tokens, weights = MICROBATCH * SEQ_LEN, 2 * CASE.shape.parameters
     copied = weights / bandwidth + link.latency * math.ceil(weights / 10 / 2**20)
     assert single.times["replicate"] == pytest.approx(FORWARDS * copied)

@@ -44,7 +44,17 @@ def test_without_curves_nothing_changes():
     assert calibrate(parse_cluster("8xh100")) is FITTED_CONSTANTS
 
 
-@pytest.mark.parametrize(("kind", "generation"), [("h100", "hopper"), ("a100-80", "ampere"), ("cpu", "cpu")])
+@pytest.mark.parametrize(
+    ("kind", "generation"),
+    [
+        ("h100", "hopper"),
+        ("a100-80", "ampere"),
+        ("cpu", "cpu"),
+        ("tpu-v5p", "tpu"),
+        ("mi300x", "accelerator"),
+        ("gaudi3", "accelerator"),
+    ],
+)
 def test_products_give_the_share_and_the_edge_back(kind, generation):
     found = calibrate(case(f"8x{kind}", matmul=products(0.83, 61, kind)).cluster)
     assert getattr(found, generation) == pytest.approx(0.83)
@@ -54,7 +64,7 @@ def test_products_give_the_share_and_the_edge_back(kind, generation):
         "edge": FITTED_CONSTANTS.edge,
         "context_gib": FITTED_CONSTANTS.context_gib,
     }
-    assert replace(found, **others, step_overhead=FITTED_CONSTANTS.step_overhead) == FITTED_CONSTANTS
+    assert replace(found, **others, profiles=FITTED_CONSTANTS.profiles) == FITTED_CONSTANTS
 
 
 def test_products_that_differ_too_little_keep_the_usual_edge():
@@ -98,8 +108,7 @@ def test_collectives_give_the_link_back(cluster):
     measured = messages(latency, share * plain.intra_node.bandwidth, plain.per_node)
     found = case(cluster, "dp=1", model="llama-tiny", **measured)
     constants = calibrate(found.cluster)
-    old = constants.pre_hopper_links if "h100" not in cluster else 1.0
-    assert constants.intra_node * old == pytest.approx(share)
+    assert constants.intra_node == pytest.approx(share)
     assert intra_node_latency(found.cluster) == count_work(found).microbatch.device.latency == pytest.approx(latency)
 
 
@@ -128,7 +137,8 @@ def test_a_cpu_has_its_measured_peaks():
     plain = case("2xcpu", "dp=2", model="llama-tiny")
     fast = replace(FITTED_CONSTANTS, blackwell=0.99)
     assert price(plain, fast).seconds == price(plain).seconds
-    assert calibrate(plain.cluster) == replace(FITTED_CONSTANTS, **CPU_CONSTANTS)
+    idle = tuple(replace(profile, step_overhead=0.0) for profile in FITTED_CONSTANTS.profiles)
+    assert calibrate(plain.cluster) == replace(FITTED_CONSTANTS, **CPU_CONSTANTS, profiles=idle)
     assert price(plain).memory.total < 1 << 30
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import echelon as ec
 from echelon.layout.validation_error import ValidationError, ValidationIssue
 from echelon.planning.cluster.cluster import Cluster, MeasuredCurves, NodeGroup, device_kind, parse_cluster
 from echelon.planning.cluster.cluster_file import DTYPES, GENERATIONS, cluster_from_toml, cluster_to_toml
@@ -179,6 +180,34 @@ def test_a_custom_device() -> None:
         cluster_from_toml(
             "\n".join(line for line in CUSTOM.splitlines() if "inside_b" not in line).replace("bf16", "fp8")
         )
+
+
+def test_a_device_by_its_data_sheet() -> None:
+    """Latencies and the link to the host are those of known kinds; the generation is that of other accelerators."""
+    optional = ("generation", "fp32", "latency", "host")
+    lines = [line for line in CUSTOM.splitlines() if not any(word in line for word in optional)]
+    device, usual = cluster_from_toml("\n".join(lines)).device, DEVICE_KINDS["h100"]
+    assert device.generation == "npu"
+    assert device.intra_node == LinkSpec(bandwidth=32e9, latency=usual.intra_node.latency)
+    assert device.inter_node == LinkSpec(bandwidth=1.25e9, latency=usual.inter_node.latency)
+    assert (device.flops, device.watts, device.price) == ({"bf16": 100e12}, 0, 0)
+    for line in lines:
+        if "=" in line and not line.startswith("name"):
+            with pytest.raises(ValidationError, match=rf"lacks .*{line.split()[0]}.*data sheet"):
+                cluster_from_toml("\n".join(other for other in lines if other != line))
+    with pytest.raises(ValidationError, match=r'generation=Hoper .*npu.*did you mean "hopper"'):
+        cluster_from_toml("\n".join([*lines, 'generation = "Hoper"']))
+
+
+def test_dtypes_that_a_data_sheet_leaves_out_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(CUSTOM.replace("fp32_tflops = 50", ""))
+    for precision in ("fp16", "fp32", "fp8"):
+        with pytest.raises(ValidationError, match=rf"legal: bf16; or state its {precision}_tflops"):
+            ec.plan("llama-tiny", str(path), precision=precision)
+    assert DEVICE_KINDS["v100"].supports("bf16")
+    assert DEVICE_KINDS["tpu-v4"].supports("fp16")
+    assert not DEVICE_KINDS["v100"].supports("fp8")
 
 
 def test_all_faults_of_a_file_at_once(tmp_path: Path) -> None:

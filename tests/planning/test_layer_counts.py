@@ -197,7 +197,7 @@ def test_moe_backward_peaks_at_weight_gradients_or_activations():
 
 
 def test_other_programs_store_unsplit_states():
-    parts = stage_memory(case(program="others"), 0).parts
+    parts = stage_memory(case(program="megatron"), 0).parts
     assert (parts["master"], parts["gradients"]) == (2 * parts["parameters"], 2 * parts["parameters"])
 
 
@@ -211,7 +211,7 @@ def test_native_constants_are_for_echelons_models_on_gpus():
         == replace(FITTED_CONSTANTS, **NATIVE_OVERRIDES)
     )
     assert constants_for(case(model="mixtral-8x7b", precision="fp8")) == FITTED_CONSTANTS
-    for other in (case(program="others"), case(program="plain"), case(precision="fp4")):
+    for other in (case(program="megatron"), case(program="plain"), case(precision="fp4")):
         assert constants_for(other) == FITTED_CONSTANTS
     assert not case("dp=1", "llama-tiny", "1xcpu", 64).has_kernels
 

@@ -214,8 +214,8 @@ def test_the_command_answers_in_json_and_writes_a_page(tmp_path):
     assert result.exit_code == 0, result.output
     plans = json.loads(result.stdout)["plans"]
     keys = (
-        "layout precision runnable fits step_s step_s_low step_s_high tokens_per_s mfu hfu bubble memory_bytes memory "
-        "time reasons parameters active_parameters imbalance all_to_all_bytes"
+        "layout precision program runnable fits step_s step_s_low step_s_high extrapolated tokens_per_s mfu hfu bubble "
+        "memory_bytes memory time reasons parameters active_parameters imbalance all_to_all_bytes"
     )
     assert set(plans[0]) == {*keys.split()}
     assert plans == sorted(plans, key=lambda plan: plan["step_s"])

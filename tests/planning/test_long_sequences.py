@@ -229,7 +229,9 @@ def test_gemms_overlap_the_steps_of_a_2d_grid():
     """Of q broadcasts of a product all but one run beside another's; what a cube gathers is waited for."""
     square, cube, flat = (
         count_work(
-            request(devices="72xgb200", batch=64, seq_len=8192).scenario(Layout.parse(f"tp=64,microbatch=16{kind}"))
+            request(devices="72xgb200", model="gpt3-175b", batch=64, seq_len=8192).scenario(
+                Layout.parse(f"tp=64,microbatch=16{kind}")
+            )
         )
         for kind in (",tp_kind=2d", ",tp_kind=3d", "")
     )

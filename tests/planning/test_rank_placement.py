@@ -44,7 +44,7 @@ def test_heavy_gradients_stay_in_a_node():
 
 
 def test_other_frameworks_keep_their_order():
-    wide = replace(scenario("pp=8,accumulate=64,microbatch=8", "16xh100:eth", "llama-1b"), program="others")
+    wide = replace(scenario("pp=8,accumulate=64,microbatch=8", "16xh100:eth", "llama-1b"), program="megatron")
     assert place_ranks(wide).rank_order == ("pp", "dp")
 
 

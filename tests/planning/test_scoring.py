@@ -16,10 +16,11 @@ from echelon.cli import app
 from echelon.planning.calibrate import published_runs
 from echelon.planning.calibrate.constants import FITTED_CONSTANTS, Constants
 from echelon.planning.calibrate.scoring import fit_accuracy, score_runs
+from echelon.planning.planner import find_plans
+from echelon.planning.priced_plan import price
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "bench" / "published" / "measurements.csv"
-UNSEEN = TABLE.with_name("unseen.csv")
 QUOTED = json.loads(TABLE.with_name("accuracy.json").read_text(encoding="utf-8"))
 RENEW = "run python bench/fit.py bench/published/measurements.csv --accuracy, then python docs/tables.py"
 
@@ -30,12 +31,13 @@ def found():
 
 
 def test_step_times_are_within_the_bars(found):
-    assert found.time_median <= 0.08
+    assert found.time_median <= 0.075
     assert found.time_p90 <= 0.20
 
 
 def test_the_interval_covers_what_it_says(found):
-    assert 0.70 <= found.coverage <= 0.90
+    """Of runs that were fitted; four of five of those that were left out, below."""
+    assert 0.80 <= found.coverage <= 0.95
     assert found.half_width <= 0.25
 
 
@@ -52,17 +54,35 @@ def test_the_docs_quote_the_errors_of_the_fitted_table(found, fit):
     assert fit.score_summary(found) == QUOTED["fitted"], RENEW
 
 
-def test_the_docs_quote_the_errors_on_sources_that_nothing_was_fitted_to(fit):
-    fitted = {row["source_id"] for row in published_runs.read_runs(TABLE)}
-    rows = published_runs.read_runs(UNSEEN)
-    assert fitted.isdisjoint(row["source_id"] for row in rows)
-    assert fit.score_summary(score_runs(*published_runs.parse_runs(rows))) == QUOTED["unseen"], RENEW
-
-
 @pytest.mark.soak
-def test_the_docs_quote_the_errors_on_sources_left_out(fit):
-    runs, _ = published_runs.parse_runs(published_runs.read_runs(TABLE))
-    assert fit.time_summary(fit.leave_out([run for run in runs if run.seconds])) == QUOTED["left out"], RENEW
+@pytest.mark.parametrize("group", ["source", "program", "hardware", "strategy"])
+def test_the_docs_quote_the_errors_on_what_was_left_out(fit, group):
+    table = fit.Table(published_runs.parse_runs(published_runs.read_runs(TABLE))[0])
+    assert fit.left_out_summary(table, fit.GROUPS[group]) == QUOTED["left out"][group], RENEW
+
+
+def test_left_out_sources_are_within_the_bars():
+    """Of the figures that the test before measures anew."""
+    left_out = QUOTED["left out"]
+    assert left_out["source"]["time_median"] <= 0.10
+    assert left_out["source"]["time_p90"] <= 0.25
+    assert left_out["program"]["time_median"] <= 0.13
+    assert left_out["program"]["time_p90"] <= 0.32
+    assert all(0.75 <= one["coverage"] <= 0.85 for one in left_out.values())
+
+
+def test_a_fit_starts_from_its_priors_and_sees_nothing_of_what_is_left_out(fit):
+    """Twice the seconds of a source change nothing in constants that are fitted without it."""
+    runs = [run for run in published_runs.parse_runs(published_runs.read_runs(TABLE))[0] if run.seconds]
+    few = [run for run in runs if run.source in ("zero_bubble", "fms_fsdp", "oneflow")]
+    slow = [replace(run, seconds=2 * run.seconds) if run.source == "fms_fsdp" else run for run in few]
+    kept = [i for i, run in enumerate(few) if run.source != "fms_fsdp"]
+    assert fit.Table(few).fit(kept) == fit.Table(slow).fit(kept)
+    assert fit.Table(few).fit(range(len(few))) != fit.Table(slow).fit(range(len(few)))
+    at_priors = fit.PUBLISHED.constants(0 * fit.PUBLISHED.held)
+    assert all(getattr(at_priors, name) == pytest.approx(prior.value) for name, prior in fit.PRIORS.items())
+    far = fit.PUBLISHED.constants(0 * fit.PUBLISHED.held + 9)
+    assert all(getattr(far, name) <= 1 for name, prior in fit.PRIORS.items() if prior.share)
 
 
 def test_the_layout_study_is_predicted(found):
@@ -80,9 +100,14 @@ def test_a_memory_model_with_one_answer_is_half_right():
 
 
 def test_published_runs_are_of_other_programs():
-    assert {
-        question.scenario.program for question in published_runs.parse_runs(published_runs.read_runs(TABLE))[0]
-    } == {"others"}
+    runs, _ = published_runs.parse_runs(published_runs.read_runs(TABLE))
+    programs = {run.source: run.scenario.program for run in runs}
+    assert not {"echelon", "plain"} & set(programs.values())
+    assert programs["nemo_docs"] == programs["megascale"] == "megatron"
+    assert programs["megatron_dlperf"] == "megatron-2021"
+    assert programs["lumi_megds"] == programs["bloom_prequel"] == "deepspeed"
+    assert (programs["mosaic"], programs["fms_fsdp"]) == ("torch", "torch-compiled")
+    assert programs["maxtext_tpu"] == programs["jaxtoolbox_pax"] == "xla"
 
 
 def test_usable_rows_are_not_skipped(found):
@@ -91,9 +116,38 @@ def test_usable_rows_are_not_skipped(found):
     assert set(found.skipped) == {"no hidden", "no pp", "no time", "fine-tuning", "a truncated model"}
 
 
-def test_there_are_few_constants():
-    """At most 40 are fitted; the share of processors is stated, not fitted."""
-    assert len(fields(Constants)) - len({"cpu"}) <= 40
+@pytest.mark.parametrize("devices", [8, 64])
+def test_fsdp_of_8b_is_ranked_above_tensor_parallelism_as_measured(devices):
+    """torchtitan, Llama 3.1 8B in bf16, compiled: FSDP trains 6,668 tokens a second on each of 8 H100 and 6,514 on each
+    of 128, with tp=8 4,378 on each of 64."""
+    runs, _ = published_runs.parse_runs(published_runs.read_runs(TABLE))
+    measured = [
+        run
+        for run in runs
+        if run.source == "torchtitan"
+        and run.scenario.program == "torch-compiled"
+        and (run.scenario.precision, run.scenario.seq_len) == ("bf16", 8192)
+        and run.scenario.shape.num_layers == 32
+    ]
+    fsdp, tp = (max(_rate(run) for run in measured if (run.scenario.layout.tp > 1) == split) for split in (False, True))
+    assert fsdp[0] > 1.3 * tp[0]
+    assert fsdp[1] > 1.3 * tp[1]
+    found = find_plans("llama-8b", f"{devices}xh100", batch=2 * devices, seq_len=8192)
+    assert found.plans[0].layout.tp == 1
+    assert found.plans[0].layout.zero >= 1
+
+
+def _rate(run) -> tuple[float, float]:
+    """Tokens a second and device, measured and predicted."""
+    tokens, plan = run.scenario.batch_tokens / run.scenario.layout.world, price(run.scenario)
+    return tokens / run.seconds, tokens / plan.seconds
+
+
+def test_there_are_few_constants(fit):
+    """At most 60 are fitted, those of programs and of the memory included; none belongs to a source."""
+    memory = {"activation_slack", "backward_working", "context_gib", "unfused_norm_saved"}
+    assert memory < {field.name for field in fields(Constants)}
+    assert len(fit.PRIORS | fit.PROGRAM_PRIORS) + len(memory) <= 60
 
 
 def test_times_scale_with_what_was_measured(tmp_path):
@@ -112,6 +166,22 @@ def test_times_scale_with_what_was_measured(tmp_path):
     assert score_runs(*published_runs.parse_runs(published_runs.read_runs(slow))).time_median == pytest.approx(
         0.5, abs=0.05
     )
+
+
+def test_what_was_assumed_of_incomplete_rows_is_reported(tmp_path):
+    """Of three runs, one states all, one leaves recomputation out, and one that fits nowhere leaves both out."""
+    header = "source_id,hidden,layers,heads,seq_len,gpu,gpus,tp,pp,global_batch,micro_batch,recompute,step_time_s\n"
+    rows = (
+        "512,4,4,512,h100,8,1,1,64,8,none,1",
+        "512,4,4,512,h100,8,1,1,64,8,,1",
+        "32768,96,128,8192,h100,8,1,1,64,,,1",
+    )
+    table = tmp_path / "table.csv"
+    table.write_text(header + "".join(f"some,{row}\n" for row in rows) + f"other,{rows[0]}\n")
+    result = CliRunner().invoke(app, ["score", str(table), "--json"])
+    assert result.exit_code == 0, result.output
+    assumed = {name: source["assumed"] for name, source in json.loads(result.stdout)["sources"].items()}
+    assert assumed == {"some": {"microbatch": 1, "recompute": 2}, "other": {}}
 
 
 @pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "\x00"])

@@ -51,7 +51,7 @@ def test_step_and_peak_are_what_an_h200_measured(step):
 def test_steps_without_fused_kernels(model, batch, recompute):
     layout = Layout.parse(f"dp=1,microbatch={batch},recompute={recompute}")
     device = cluster.parse_cluster("1xh200")
-    plan = price(Scenario(shape=resolve_shape(model), cluster=device, layout=layout, seq_len=4096, program="others"))
+    plan = price(Scenario(shape=resolve_shape(model), cluster=device, layout=layout, seq_len=4096, program="torch"))
     seconds, most = PLAIN[model, batch, recompute]
     assert plan.seconds == pytest.approx(seconds, rel=0.10)
     assert peak(plan) == pytest.approx(most, rel=0.05)

@@ -30,6 +30,8 @@ class BenchOptions:
 
     only: str = ""
     out: Path | None = None
+    cluster: str = ""
+    """a cluster file that describes the devices of this machine"""
     shapes: str = ""
     precision: str = ""
     peers: str = ""
@@ -55,7 +57,7 @@ class BenchOptions:
         return self.peers or (str(peers.PEER_FOLDER) if peers.PEER_FOLDER.is_dir() else "")
 
 
-STEP_OPTIONS = tuple(field.name for field in fields(BenchOptions) if field.name not in ("only", "out"))
+STEP_OPTIONS = tuple(field.name for field in fields(BenchOptions) if field.name not in ("only", "out", "cluster"))
 """options that concern steps, not devices"""
 
 
@@ -117,9 +119,10 @@ def _path_error(path: Path, endings: tuple[str, ...]) -> str:
 
 
 def _conflict_errors(options: BenchOptions) -> Iterator[ValidationIssue]:
-    if options.out is not None and not options.with_devices:
-        why = "--only steps" if options.only else "--profile"
-        yield _fault("out", options.out, f"requires the devices, which {why} leaves out", hint="remove one of them")
+    for key in ("out", "cluster") if not options.with_devices else ():
+        if value := getattr(options, key):
+            why = "--only steps" if options.only else "--profile"
+            yield _fault(key, value, f"requires the devices, which {why} leaves out", hint="remove one of them")
     if options.only and options.profile is not None:
         yield _fault("only", options.only, "is incompatible with --profile", hint="remove it")
     elif options.only == "devices":

@@ -2,7 +2,8 @@
 
 {"device": "NVIDIA H200", "date": ..., "rows": [...]}       rows as `echelon bench --json` has them
 
-In place of a `shape` a row may have a `model` and the number of `layers` that were kept of it.
+In place of a `shape` a row may have a `model`, with the number of `layers` that were kept of it, or a `file.py:factory`
+beside the folder of the JSON file. Rows without other settings are of Echelon in bf16, and recompute nothing.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from echelon.bench.measurement import ECHELON
 from echelon.bench.profile.min_bytes import STATE_BYTES
 from echelon.bench.reference_shapes import REFERENCE_SHAPES, reference_model
 from echelon.layout import Layout
-from echelon.models.model_config import ModelConfig
 from echelon.planning.cluster import cluster
-from echelon.planning.model.model_sources import config_shape
+from echelon.planning.model.model_shape import ModelShape
+from echelon.planning.model.model_sources import config_shape, resolve_shape
 from echelon.planning.scenario import Scenario
 
+DEFAULT_SETTINGS = {"who": ECHELON, "failed": None, "precision": "bf16", "states": "float32", "recompute": "none"}
 PLANNED_PRECISION = {"fp8-row": "fp8"}
 """precisions that the planner does not distinguish"""
 
@@ -42,23 +44,28 @@ class MeasuredStep:
 def read_steps(path: Path | str) -> list[MeasuredStep]:
     """Read every row of ours that did not fail."""
     record = json.loads(Path(path).read_text(encoding="utf-8"))
-    return list(_steps(record["rows"], record["device"].rpartition(" ")[2].lower()))
+    rows = [{**DEFAULT_SETTINGS, **row} for row in record["rows"]]
+    return list(_steps(rows, record["device"].rpartition(" ")[2].lower(), Path(path).parents[1]))
 
 
-def _model(row: Mapping[str, Any]) -> ModelConfig:
+def _shape(row: Mapping[str, Any], modules: Path) -> ModelShape:
     if "shape" in row:
-        return reference_model(REFERENCE_SHAPES[row["shape"]].size, row["seq"])
+        return config_shape(reference_model(REFERENCE_SHAPES[row["shape"]].size, row["seq"]))
+    if ".py:" in row["model"]:
+        return resolve_shape(str(modules / row["model"]))
     record = reference_model(row["model"], row["seq"])
-    return replace(record, name=f"{record.name}, {row['layers']} layers", layers=row["layers"])
+    if "layers" in row:
+        record = replace(record, name=f"{record.name}, {row['layers']} layers", layers=row["layers"])
+    return config_shape(record)
 
 
-def _steps(rows: list[Mapping[str, Any]], kind: str) -> Iterator[MeasuredStep]:
+def _steps(rows: list[dict[str, Any]], kind: str, modules: Path) -> Iterator[MeasuredStep]:
     for row in rows:
         if row["who"] != ECHELON or row["failed"]:
             continue
         precision, states = row["precision"], row["states"]
         scenario = Scenario(
-            shape=config_shape(_model(row)),
+            shape=_shape(row, modules),
             cluster=cluster.parse_cluster(f"1x{kind}"),
             layout=Layout(microbatch=row["batch"], recompute=row["recompute"]),
             seq_len=row["seq"],

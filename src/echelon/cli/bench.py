@@ -38,6 +38,9 @@ Announce = Callable[[str], None]
 def command(
     only: Annotated[str, optional("Measure one of the two. Default: both.", metavar="devices|steps")] = "",
     out: Annotated[Path | None, typer.Option(help="Write a cluster file (.toml) that `echelon plan` reads.")] = None,
+    cluster: Annotated[
+        str, optional("Cluster file that describes this machine's devices, if they are no known kind.", metavar="FILE")
+    ] = "",
     shapes: Annotated[str, optional("Model shapes: tiny, 1b, 3b, 8b. Default: those that fit; tiny on a CPU.")] = "",
     precision: Annotated[
         str, optional("GEMM precisions: fp32, bf16, fp8, fp8-row. Default: those the device supports.")
@@ -72,6 +75,7 @@ def command(
         options = bench_request.BenchOptions(
             only=only,
             out=out,
+            cluster=cluster,
             profile=profile,
             shapes=shapes,
             precision=precision,
@@ -126,9 +130,10 @@ def _measure(options: BenchOptions, device: BenchDevice, quick: bool, as_json: b
     todo = bench_request.BenchPlan(measurements=(), left_out={})
     if options.with_steps:
         todo = bench_request.plan_measurements(options, device, quick=quick)
+    plain = _described_cluster(options.cluster) if options.with_devices else None
     # Steps come first: the device measurements would leave less memory for them.
     rows, peak = _measure_steps(todo, device)
-    devices, cluster = _measure_devices(quick) if options.with_devices else ([], None)
+    devices, cluster = _measure_devices(plain, quick) if plain is not None else ([], None)
     if options.out is not None and cluster is not None:
         from echelon.planning.cluster.cluster_file import cluster_to_toml
 
@@ -161,12 +166,17 @@ def _measure_steps(todo: BenchPlan, device: BenchDevice) -> tuple[list[StepRow],
     return add_peer_ratios(rows), peak
 
 
-def _measure_devices(quick: bool) -> tuple[list[DeviceRow], Cluster]:
-    from echelon.launch.rank_pool import RankPool
+def _described_cluster(path: str) -> Cluster:
     from echelon.planning.cluster.cluster import local_cluster
+    from echelon.planning.cluster.device_bench import read_description
+
+    return read_description(path) if path else local_cluster()
+
+
+def _measure_devices(plain: Cluster, quick: bool) -> tuple[list[DeviceRow], Cluster]:
+    from echelon.launch.rank_pool import RankPool
     from echelon.planning.cluster.device_bench import bench_steps, to_curves, with_curves
 
-    plain = local_cluster()
     rows: list[DeviceRow] = []
     with ExitStack() as stack:
         pool = stack.enter_context(RankPool())

@@ -24,6 +24,7 @@ echelon plan llama-70b --cluster 64xh100 --batch 512 --seq-len 8192 --html plan.
 echelon plan llama-70b --cluster 64xh100 --layout tp=8,pp=4,schedule=zb-v,accumulate=32\n
 echelon plan mixtral-8x7b --cluster 64xh100 --fix ep=8 --imbalance 1.5\n
 echelon plan llama-405b --cluster 16384xh100 --batch 2048 --seq-len 8192 --goodput\n
+echelon plan llama-70b --cluster 64xa100-80 --program megatron\n
 echelon plan config.json --cluster 12xa100-80:eth --objective cost --json
 """
 
@@ -40,6 +41,13 @@ def command(
     layout: Annotated[str, typer.Option(help="Price this layout instead of searching.")] = "",
     fix: Annotated[str, typer.Option(help="Layout keys to fix in the search: tp=8,schedule=zb-v.")] = "",
     precision: Annotated[str, typer.Option(help="GEMM precision: bf16, fp16, fp8, fp4 or fp32.")] = "bf16",
+    program: Annotated[
+        str,
+        typer.Option(
+            help="Program to price: echelon, megatron, megatron-2021 (before flash attention), deepspeed, torch, "
+            "torch-compiled, xla, or unknown."
+        ),
+    ] = "echelon",
     objective: Annotated[str, typer.Option(help="What to minimise: time, cost, energy or devices.")] = "time",
     plan_only: Annotated[
         bool,
@@ -89,6 +97,7 @@ def command(
             layout=layout,
             fixed=fix,
             precision=precision,
+            program=program,
             objective=objective,
             plan_only=plan_only,
             top=top,

@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from echelon.layout import check_layout, grammar
-from echelon.layout.validation_error import ValidationError, ValidationIssue
+from echelon.layout.validation_error import ValidationError, ValidationIssue, did_you_mean
 from echelon.optim import cost
 from echelon.optim.update_rule import UpdateRule
 from echelon.planning.calibrate import correction as corrections
 from echelon.planning.calibrate.constants import DEFAULT_IMBALANCE
+from echelon.planning.calibrate.programs import OWN_PROGRAMS, PLANNED_PROGRAMS, attention_kernel
 from echelon.planning.cluster.cluster import Cluster, parse_cluster
+from echelon.planning.cluster.device_kinds import DEVICE_KINDS
 from echelon.planning.cost.recompute_cost import budget_issues
 from echelon.planning.explain.baselines import Baseline, price_baselines
 from echelon.planning.explain.reasons import explain_infeasible, explain_plan, training_cost
@@ -66,6 +68,7 @@ def find_plans(
     layout: str = "",
     fixed: str = "",
     precision: str = "bf16",
+    program: str = "echelon",
     objective: str = "time",
     plan_only: bool = False,
     top: int = 10,
@@ -81,7 +84,8 @@ def find_plans(
 
     Defaults: 16 sequences per device, and the model's longest sequence up to 4,096 tokens. `correct` is the directory
     of a run: times are multiplied by its measured over predicted step time. `tokens` adds the cost of training on
-    them to the reasons. `imbalance` is the max/mean expert load across ep ranks, `host_share` the share of the
+    them to the reasons. `program` is one of PLANNED_PROGRAMS: what another one than Echelon would do is priced, in the
+    layouts that it has. `imbalance` is the max/mean expert load across ep ranks, `host_share` the share of the
     optimizer state that an offloading layout puts on the host. `baselines` prices simpler ways too.
     """
     if not 0 <= tokens < float("inf"):
@@ -92,6 +96,7 @@ def find_plans(
     correction = _collect_issues(issues, lambda: corrections.read_correction(correct, target)) if correct else 1.0
     keys = grammar.parse_pairs(fixed)
     issues += [*keys.issues, *_option_issues(shape, target, batch, seq_len, precision, objective, imbalance)]
+    issues += _program_issues(program, correct)
     if issues or shape is None or target is None or correction is None:
         raise ValidationError(issues)
     request = PlanRequest(
@@ -100,6 +105,8 @@ def find_plans(
         batch=batch or DEFAULT_SEQUENCES_PER_DEVICE * target.devices,
         seq_len=seq_len or min(shape.max_seq_len or MAX_DEFAULT_SEQ_LEN, MAX_DEFAULT_SEQ_LEN),
         precision=precision,
+        program=program,
+        attention_kernel=attention_kernel(program, target.device.generation),
         fixed=dict(keys.values),
         plan_only=plan_only,
         objective=objective,
@@ -184,9 +191,20 @@ def _option_issues(
     if shape is not None and shape.position_parameters and seq_len > shape.max_seq_len:
         rule = f"exceeds the longest sequence of {shape.name}"
         yield issue("seq-len", seq_len, rule, legal=f"1 to {shape.max_seq_len}")
-    if cluster is not None and precision in ("fp8", "fp4") and precision not in cluster.device.flops:
-        legal = ", ".join(dtype for dtype in PRECISIONS if dtype in cluster.device.flops)
-        yield issue("precision", precision, f"cannot be multiplied by {cluster.device.name}", legal=legal)
+    if cluster is not None and precision in PRECISIONS and not cluster.device.supports(precision):
+        device = cluster.device
+        legal = ", ".join(dtype for dtype in PRECISIONS if dtype in device.flops)
+        hint = "" if device.name in DEVICE_KINDS else f"or state its {precision}_tflops in the cluster file"
+        yield issue("precision", precision, f"cannot be multiplied by {device.name}", legal=legal, hint=hint)
+
+
+def _program_issues(program: str, correct: str) -> Iterator[ValidationIssue]:
+    if program not in PLANNED_PROGRAMS:
+        legal, hint = ", ".join(PLANNED_PROGRAMS), did_you_mean(program, PLANNED_PROGRAMS)
+        yield ValidationIssue(key="program", value=program, message="is not known", legal=legal, hint=hint)
+    elif correct and program not in OWN_PROGRAMS:
+        rule = f"corrects times by a run of Echelon, and is incompatible with program={program}"
+        yield ValidationIssue(key="correct", value=correct, message=rule, hint="leave one of them out")
 
 
 def _collect_issues(issues: list[ValidationIssue], read: Callable[[], T]) -> T | None:

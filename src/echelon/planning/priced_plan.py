@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 
@@ -11,6 +10,7 @@ from echelon.pipeline.schedules import FAMILIES, make_schedule
 from echelon.pipeline.simulate import Durations, simulate
 from echelon.pipeline.timeline import Timeline
 from echelon.planning.calibrate.calibration import constants_for
+from echelon.planning.calibrate.confidence import extrapolations, interval_factor
 from echelon.planning.calibrate.constants import FITTED_CONSTANTS, Constants
 from echelon.planning.cost.count_work import count_work
 from echelon.planning.cost.expert_traffic import all_to_all_bytes_per_token
@@ -68,6 +68,11 @@ class Plan:
         return self.scenario.runnable
 
     @property
+    def extrapolated(self) -> list[str]:
+        """Why nothing near was measured; empty if something was."""
+        return extrapolations(self.scenario)
+
+    @property
     def tokens_per_s(self) -> float:
         return self.scenario.batch_tokens / self.seconds
 
@@ -94,6 +99,7 @@ class Plan:
         return {
             "layout": str(self.layout),
             "precision": self.scenario.precision,
+            "program": self.scenario.program,
             "parameters": self.scenario.shape.parameters,
             "active_parameters": self.scenario.shape.active_parameters,
             "imbalance": self.scenario.imbalance if self.scenario.shape.experts else None,
@@ -103,6 +109,7 @@ class Plan:
             "step_s": self.seconds,
             "step_s_low": self.low,
             "step_s_high": self.high,
+            "extrapolated": self.extrapolated,
             "tokens_per_s": self.tokens_per_s,
             "mfu": self.mfu,
             "hfu": self.hfu,
@@ -132,7 +139,7 @@ def price(scenario: Scenario, c: Constants = FITTED_CONSTANTS) -> Plan:
         times={name: seconds for name, seconds in times.items() if abs(seconds) > NEGLIGIBLE_SECONDS},
         memory=peak_memory(scenario, c),
         bubble=bubble,
-        spread=math.exp(c.spread_experts if scenario.shape.experts else c.spread),
+        spread=interval_factor(scenario, c),
     )
 
 

@@ -19,6 +19,7 @@ from echelon.optim.update_rule import UpdateRule
 from echelon.parallel.dp.zero import ShardingPolicy, sharding_policy
 from echelon.parallel.tp import cost as tp_cost
 from echelon.planning.calibrate.constants import DEFAULT_IMBALANCE
+from echelon.planning.calibrate.programs import LAYOUT_VALUES, OWN_PROGRAMS
 from echelon.planning.cluster.cluster import Cluster
 from echelon.planning.memory_options import MemoryOptions
 from echelon.planning.model.model_shape import ModelShape
@@ -28,9 +29,6 @@ ATTENTION_KERNELS = ("plain", "fused", "flash1", "flash2", "best")
 vendor's library"""
 SCORE_WRITING_KERNELS = ("plain", "fused")
 """kernels that materialize the scores"""
-PROGRAMS = ("echelon", "plain", "others")
-"""Echelon, with its kernels if there is a GPU and the model is one of its own; Echelon on torch's operators alone;
-another framework, as in published runs"""
 NUM_MOMENTS = 2
 """of AdamW"""
 FULL_LAYER_POLICIES = ("full", "every", "sqrt")
@@ -76,9 +74,14 @@ class TrainingSetup:
         sizes = {"world": world, "batch": batch, "seq_len": self.seq_len}
         return find_violations(layout, LayoutConstraints(**sizes, model=self.shape.dimensions))
 
+    @property
+    def is_own(self) -> bool:
+        """Whether Echelon runs it, and not another framework."""
+        return self.program in OWN_PROGRAMS
+
     @cached_property
     def on_gpu(self) -> bool:
-        return self.cluster.device.generation != "cpu"
+        return self.cluster.device.generation not in ("cpu", "tpu", "npu")
 
     @cached_property
     def has_kernels(self) -> bool:
@@ -93,7 +96,12 @@ class TrainingSetup:
     @cached_property
     def is_unfused(self) -> bool:
         """Whether a model of Echelon runs on torch's operators, whose saved tensors are counted too."""
-        return self.program != "others" and not self.has_kernels and not self.is_low_precision and self.shape.is_native
+        return self.is_own and not self.has_kernels and not self.is_low_precision and self.shape.is_native
+
+    @property
+    def runs_operators(self) -> bool:
+        """Whether Echelon runs a custom model's own operators on a GPU."""
+        return self.is_own and self.on_gpu and not self.shape.is_native
 
     @property
     def has_layer_counts(self) -> bool:
@@ -125,7 +133,7 @@ class Scenario(TrainingSetup):
         on a CPU if values and keys differ in width."""
         if self.attention_kernel in SCORE_WRITING_KERNELS:
             return True
-        if self.program == "others" or not self.shape.is_native or self.layout.cp > 1:
+        if not self.is_own or not self.shape.is_native or self.layout.cp > 1:
             return False
         attention = self.shape.attention
         uneven = attention is not None and attention.head_dim != attention.value_dim
@@ -133,13 +141,14 @@ class Scenario(TrainingSetup):
 
     @property
     def runnable(self) -> bool:
-        """Whether `train` runs it: MoE layers and fp8 require models of Echelon, tp, cp and pp what a user declares."""
+        """Whether `train` runs it: MoE layers and fp8 require models of Echelon, tp, cp and pp what a user declares.
+        What another program would do is priced, and not run."""
         moe = self.shape.experts and not self.shape.is_native
         known = self.has_counted_layers or self.precision != "fp8"
         supported = {"tp": self.shape.supports_tp, "cp": self.shape.supports_cp, "pp": self.shape.supports_pp}
         declared = all(supports or getattr(self.layout, axis) == 1 for axis, supports in supported.items())
         trains = declared and self.is_compatible and supports_precision(self.precision, self.layout)
-        return self.shape.trainable and known and not moe and trains
+        return self.is_own and self.shape.trainable and known and not moe and trains
 
     @property
     def is_compatible(self) -> bool:
@@ -173,8 +182,10 @@ class Scenario(TrainingSetup):
 
     @cached_property
     def sharding_policy(self) -> ShardingPolicy:
-        """The ZeRO policy of the layout; other programs keep all states unsplit."""
-        policy = sharding_policy(self.layout, user_loop=self.program == "others")
+        """The ZeRO policy; other programs keep states unsplit, and reduce once a step under a pipeline."""
+        policy = sharding_policy(self.layout, user_loop=not self.is_own)
+        if not self.is_own and self.layout.zero == 2 and self.layout.pp > 1:
+            policy = replace(policy, reduce_scatter_every_microbatch=False)
         # Each tp rank has a part of the norms' gradients (tensor_parallel.py, grid_parallel.py).
         if self.layout.tp > 1 and (self.layout.sp or self.layout.tp_kind != "1d"):
             return replace(policy, accumulates_grads=True)
@@ -213,7 +224,11 @@ class PlanRequest(TrainingSetup):
         return Scenario(layout=layout, **{name: getattr(self, name) for name in _SETUP_FIELDS})
 
     def allows(self, layout: Layout) -> bool:
-        """Whether the request admits the layout. If no layout runs in a precision, plans show that instead."""
+        """Whether the request admits the layout: its program has what the user did not fix. If no layout runs in a
+        precision, plans show that instead."""
+        for key, values in LAYOUT_VALUES.get(self.program, {}).items():
+            if key not in self.fixed and getattr(layout, key).partition(":")[0] not in values:
+                return False
         if self.plan_only:
             return True
         return self.precision != "fp8" or supports_precision(self.precision, layout)

@@ -16,29 +16,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
-from echelon.planning.calibrate.constants import FITTED_CONSTANTS, NATIVE_OVERRIDES, Constants
+from echelon.planning.calibrate.constants import FITTED_CONSTANTS, NATIVE_OVERRIDES, OPERATOR_OVERRIDES, Constants
 from echelon.planning.cluster.cluster import Cluster
 from echelon.planning.cluster.link_time import fit_link
 from echelon.planning.cost.count_work import WIDE_HEAD_DIM
 from echelon.planning.cost.step_time import NARROW_HEAD_SPEED
-from echelon.planning.cost.step_work import GENERATIONS, HOPPER
 from echelon.planning.scenario import Scenario
 
-CPU_CONSTANTS = {"edge": 8.0, "context_gib": 0.4, "step_overhead": 0.0}
-"""of a CPU: elements of a vector register; GiB of a process with torch; no device to wait for between steps"""
+CPU_CONSTANTS = {"edge": 8.0, "context_gib": 0.4}
+"""of a CPU: elements of a vector register; GiB of a process with torch"""
+
+GEMM_SHARES = {"amd": "accelerator", "npu": "accelerator"}
+"""the constant of a generation's GEMMs, if it has another name"""
 
 
 def constants_for(scenario: Scenario, c: Constants = FITTED_CONSTANTS) -> Constants:
     """Constants of a scenario: of our kernels or of other programs, calibrated where the cluster was measured."""
-    return calibrate(scenario.cluster, _native_constants(c) if scenario.has_kernels else c)
+    if scenario.has_kernels or scenario.runs_operators:
+        c = _own_constants(c, scenario.has_kernels)
+    return calibrate(scenario.cluster, c)
 
 
 @lru_cache(maxsize=32)
-def _native_constants(c: Constants) -> Constants:
-    return replace(c, **NATIVE_OVERRIDES)
+def _own_constants(c: Constants, has_kernels: bool) -> Constants:
+    overrides: dict[str, Any] = dict(NATIVE_OVERRIDES if has_kernels else OPERATOR_OVERRIDES)
+    return replace(c, **overrides)
 
 
 def calibrate(cluster: Cluster, c: Constants = FITTED_CONSTANTS) -> Constants:
@@ -51,19 +57,22 @@ def calibrate(cluster: Cluster, c: Constants = FITTED_CONSTANTS) -> Constants:
 @lru_cache(maxsize=32)
 def _calibrate(cluster: Cluster, c: Constants) -> Constants:
     device, curves = cluster.device, cluster.curves
-    measured = dict(CPU_CONSTANTS) if device.generation == "cpu" else {}
+    measured: dict[str, Any] = {}
+    if device.generation == "cpu":  # it has no device to wait for between steps
+        profiles = tuple(replace(profile, step_overhead=0.0) for profile in c.profiles)
+        measured = {**CPU_CONSTANTS, "profiles": profiles}
     if curves is None:
         return replace(c, **measured)
+    peak = device.peak("bf16") * device.power_share
     if curves.matmul:
         rate, edge = fit_matmul_rate(curves.matmul, measured.get("edge", c.edge))
-        measured |= {device.generation: rate / device.peak("bf16"), "edge": edge}
+        measured |= {GEMM_SHARES.get(device.generation, device.generation): rate / peak, "edge": edge}
     if curves.attention:
-        measured["best_attention"] = fit_attention_rate(curves.attention) / device.peak("bf16")
+        measured["best_attention"] = fit_attention_rate(curves.attention) / peak
     if curves.memory:
         measured["memory_bandwidth"] = curves.memory / device.bandwidth
     if link := fit_link(curves, cluster.per_node):
-        old = c.pre_hopper_links if GENERATIONS.index(device.generation) < HOPPER else 1.0
-        measured["intra_node"] = link.bandwidth / (cluster.intra_node.bandwidth * old)
+        measured["intra_node"] = link.bandwidth / cluster.intra_node.bandwidth
     return replace(c, **measured)
 
 

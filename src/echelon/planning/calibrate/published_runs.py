@@ -10,7 +10,7 @@ These rules fill blank columns from the other columns of a row, for every source
     feed-forward        4 x width without a gate, 8/3 x width with one
     vocabulary          51,200
     precision           fp16 before Ampere, bf16 since
-    sequence parallel   with tp on Hopper and later, not before
+    sequence parallel   with tp on Hopper and later, and in Megatron with flash attention; not before
     attention           fused softmax on Volta and in fp16 on Ampere; flash attention 2 on Ampere and where precision is
                         stated as PyTorch's amp; the vendor's kernel on Hopper and later
     recomputation       full where scores are written out and the model is larger than 4 devices can hold, else none
@@ -30,26 +30,36 @@ import csv
 import io
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from echelon.input_file import InputFileError, read_text
 from echelon.layout import Layout
+from echelon.layout.layout import DERIVED
 from echelon.models.attention_config import MLAConfig
 from echelon.models.model_spec import ModelSpec, MoESpec
 from echelon.planning.cluster.cluster import DISK_BANDWIDTH, HOST_MEMORY, Cluster, NodeGroup
 from echelon.planning.cluster.device_kinds import DEVICE_KINDS, GIB, DeviceKind
+from echelon.planning.cost.count_work import count_work
+from echelon.planning.cost.expert_traffic import choose_ep_inner
+from echelon.planning.cost.memory_model import peak_memory
+from echelon.planning.cost.step_time import step_times
 from echelon.planning.model.model_shape import ModelShape
 from echelon.planning.model.transformer_shape import transformer_shape
 from echelon.planning.scenario import SCORE_WRITING_KERNELS, Scenario
 
-STATED_PRECISIONS = {"amp_bf16": "bf16", "amp_fp8": "fp8", "nvfp4": "fp4"}
-"""precisions that sources name otherwise"""
+COUNTS_RECOMPUTE = r"(incl|count)\w*\.? (the )?recomput|factor 4"
+"""what notes say of FLOPs that count recomputation"""
 DEEPSEEK = MLAConfig(query_rank=1536, kv_rank=512, rope_dim=64, nope_dim=128, value_dim=128)
 SCHEDULES = {name: name for name in ("1f1b", "zb-v", "gpipe")}
 SCHEDULES |= {"interleaved-1f1b": "interleaved", "zb-1p": "zb-h1", "zb-2p": "zb-v"}
 
 
+MICROBATCHES = (1, 2, 4, 8, 16, 32, 64)
+RECOMPUTE = ("none", "selective", "full")
+"""from the fastest to what saves the least"""
+MEMORY_DOUBT = 2.0
+"""a run needs recomputation for sure if it takes this share of the memory without"""
 MAX_CELL, MAX_LAYERS, MAX_MICROBATCHES = 1e12, 10_000, 100_000
 REQUIRED_COLUMNS = ("source_id", "hidden", "seq_len", "gpu", "gpus", "tp", "pp", "global_batch")
 
@@ -65,6 +75,8 @@ class PublishedRun:
     out_of_memory: bool
     group: str
     """runs with the same differ only in layout and kernel"""
+    assumed: Mapping[str, int | str] = field(default_factory=dict)
+    """keys of the layout that the row leaves out, as the best legal choice has them"""
 
 
 class UnusableRowError(ValueError):
@@ -97,32 +109,37 @@ def parse_run(row: Mapping[str, str]) -> PublishedRun:
     if missing:
         raise UnusableRowError(f"no {missing[0]}")
     device = _device(row["gpu"])
-    stated = row.get("precision", "").lower().split("-")[0].removeprefix("mx")
-    precision = STATED_PRECISIONS.get(stated, stated)
-    if precision not in ("fp16", "bf16", "fp8", "fp4"):
-        precision = "fp16" if device.generation == "volta" else "bf16"
+    program = _program(row, get)
+    precision = _precision(row.get("precision", ""), device)
     modern = device.generation not in ("volta", "ampere")
     tp, pp, cp = get.integer("tp", 1), get.integer("pp", 1), get.integer("cp", 1)
     dp = get.integer("dp", max(1, get.integer("gpus", 1) // (tp * pp * cp)))
-    vpp = get.integer("vpp", _chunks(get.integer("layers", 1), pp) if modern else 1)
+    interleaves = modern and program in ("megatron", "unknown")
+    vpp = get.integer("vpp", _chunks(get.integer("layers", 1), pp) if interleaves else 1)
     schedule = SCHEDULES.get(row.get("schedule", "").lower(), "interleaved" if vpp > 1 else "1f1b")
     microbatch, batch = get.integer("micro_batch", 1), get.integer("global_batch", 1)
     if max(tp, pp, cp, vpp) > MAX_LAYERS or batch // (dp * microbatch) > MAX_MICROBATCHES:
         raise UnusableRowError("more ranks or microbatches than a run has")
     attention = _attention(row, device, precision)
+    has_sp = modern or (program == "megatron" and attention not in SCORE_WRITING_KERNELS)
+    cluster = _cluster(row, device, get)
+    per_node = cluster.per_node
     shape = _shape(get, row)
     oom = row["source_id"].endswith("_oom") or note.startswith("oom")
     is_large = attention in SCORE_WRITING_KERNELS and shape.parameters * 18 > 4 * device.memory
     recompute = row.get("recompute", "") or ("full" if is_large else "none")
     zero = get.integer("zero_stage", 1 if dp > 1 and device.generation != "volta" else 0, zero=True)
+    sharded = dp if zero < 3 or not (hybrid := _shards(note, dp, per_node)) else hybrid
     layout = Layout(
         dp=dp,
+        shard=sharded if zero else DERIVED,
         zero=zero,
         tp=tp,
         pp=pp,
         cp=cp,
-        sp=int(bool(get.integer("sequence_parallel", int(tp > 1 and modern), zero=True)) and tp > 1),
-        ep=get.integer("ep", 1) if shape.experts else 1,
+        sp=int(bool(get.integer("sequence_parallel", int(has_sp), zero=True)) and tp > 1),
+        ep=(ep := get.integer("ep", 1) if shape.experts else 1),
+        ep_inner=choose_ep_inner(cluster, ep, shape.top_k) if modern else 1,
         schedule=schedule,
         vpp=2 if schedule in ("zb-v", "dualpipe-v") else vpp if schedule == "interleaved" else 1,
         microbatch=microbatch,
@@ -131,17 +148,18 @@ def parse_run(row: Mapping[str, str]) -> PublishedRun:
     )
     scenario = Scenario(
         shape=shape,
-        cluster=_cluster(row, device, get),
+        cluster=cluster,
         layout=layout,
         seq_len=get.integer("seq_len", 1),
         precision=precision,
         attention_kernel=attention,
-        fused_norms="RMS" in row.get("kernel", "") or not row.get("kernel"),
-        program="others",
+        fused_norms=_fuses_norms(row.get("kernel", ""), program),
+        program=program if attention not in SCORE_WRITING_KERNELS or program != "megatron" else "megatron-2021",
         imbalance=1.0,
         reduce_bytes=4 if zero < 2 and (modern or (precision == "fp16" and device.generation == "ampere")) else 2,
     )
-    seconds = 0.0 if oom else _seconds(get, shape, note)
+    scenario, assumed = _best_choice(scenario, row, batch // dp)
+    seconds = 0.0 if oom else _seconds(get, shape, note, device.peak("bf16"))
     if not oom and not seconds:
         raise UnusableRowError("no time")
     group = ("model_name", "gpu", "gpus", "seq_len", "global_batch", "precision")
@@ -152,6 +170,7 @@ def parse_run(row: Mapping[str, str]) -> PublishedRun:
         peak_bytes=get.number("peak_mem_gib") * GIB,
         out_of_memory=oom,
         group="/".join(row.get(key, "") for key in group),
+        assumed=assumed,
     )
 
 
@@ -188,12 +207,43 @@ class _RowCells:
         return int(self.number(key)) if zero else int(self.number(key)) or default
 
 
+def _precision(text: str, device: DeviceKind) -> str:
+    """The dtype of the GEMMs, from what a source writes: bf16+float8 rowwise, FP8-MX, NVFP4, amp_bf16."""
+    lower = text.lower().replace("float", "fp")
+    if "rowwise" in lower:  # torch's GEMMs with a scale for each row gained nothing over bf16
+        return "bf16"
+    found = next((name for name in ("fp4", "fp8", "bf16", "fp16") if name in lower), "")
+    return found or ("fp16" if device.generation == "volta" else "bf16")
+
+
+def _best_choice(scenario: Scenario, row: Mapping[str, str], sequences: int) -> tuple[Scenario, dict[str, int | str]]:
+    """The scenario with the fastest microbatch and recomputation that fit, where the row leaves them out, and what was
+    chosen. Where nothing fits it is as it was."""
+    layout, memory = scenario.layout, scenario.cluster.memory
+    sizes = [layout.microbatch] if row.get("micro_batch") else [size for size in MICROBATCHES if sequences % size == 0]
+    saves = [layout.recompute] if row.get("recompute") else RECOMPUTE[RECOMPUTE.index(layout.recompute) :]
+    found = [
+        replace(scenario, layout=layout.replace(microbatch=size, accumulate=max(1, sequences // size), recompute=saved))
+        for size in sizes
+        for saved in saves
+    ]
+    doubt = MEMORY_DOUBT if row.get("micro_batch") else 1.0
+    fitting = [one for one in found if peak_memory(one).total <= doubt * memory] if len(found) > 1 else found
+    best = min(fitting, key=lambda one: float(step_times(count_work(one)).total), default=scenario)
+    keys = {"micro_batch": "microbatch", "recompute": "recompute"}
+    return best, {key: getattr(best.layout, key) for column, key in keys.items() if not row.get(column)}
+
+
 def _device(gpu: str) -> DeviceKind:
     name = gpu.lower()
-    for kind in ("gb300", "gb200", "b300", "b200", "h200", "h800", "h100", "v100"):
-        if kind in name:
-            return DEVICE_KINDS[kind]
-    if "a100" in name or "a800" in name:
+    if stated := re.search(r"-(\d+)w\b", name):
+        kind = _device(name.replace(stated[0], ""))
+        return replace(kind, watts=float(stated[1]))
+    plain = name.replace("-", "")
+    named = [kind for kind in DEVICE_KINDS if kind.replace("-", "") in plain and kind != "cpu"]
+    if named:
+        return DEVICE_KINDS[max(named, key=len)]
+    if "a100" in name or "a800" in name or "ampere" in name:
         return DEVICE_KINDS["a100-40" if "40" in name else "a100-80"]
     raise UnusableRowError(f"a device that is not known ({gpu})")
 
@@ -204,7 +254,7 @@ def _cluster(row: Mapping[str, str], device: DeviceKind, get: _RowCells) -> Clus
     if stated := re.search(r"nvlink domain (\d+)", row.get("note", "").lower()):
         per_node = int(stated[1])
     per_node = min(per_node, devices)
-    node = _node_bandwidth(row.get("inter_node_bw", ""))
+    node = _node_bandwidth(row.get("inter_node_bw", ""), min(per_node, 8))
     outside = replace(device.inter_node, bandwidth=node / min(per_node, 8)) if node else device.inter_node
     return Cluster(
         name=f"{devices}x{device.name}",
@@ -222,14 +272,40 @@ def _chunks(layers: int, pp: int) -> int:
     return max(v for v in range(1, 6) if not each % v) if pp > 1 and not rest else 1
 
 
-def _node_bandwidth(text: str) -> float:
-    """Bytes per second, from what a source writes."""
-    lower = text.lower()
-    if links := re.search(r"(\d+)x(\d+)\s*gb/s", lower):
-        return float(links[1]) * float(links[2]) * 1e9
-    if bits := re.search(r"(\d+)\s*gb/s", lower):  # written Gb/s
-        return float(bits[1]) * 1e9 / 8
-    return 4 * 12.5e9 if "omni-path" in lower else 0.0
+def _node_bandwidth(text: str, per_node: int) -> float:
+    """Bytes per second of a node, from what a source writes: Gb/s or GB/s, per GPU or per node."""
+    found = re.search(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*(G[bB])(?:/s|ps)", text)
+    if not found:
+        return 4 * 12.5e9 if "omni-path" in text.lower() else 0.0
+    each = float(found[2]) * (1e9 if found[3] == "GB" else 1e9 / 8) * int(found[1] or 1)
+    return each * per_node if re.search(r"per (gpu|device|gcd|card)", text.lower()) else each
+
+
+PROGRAM_WORDS = (
+    ("xla", r"maxtext|jax|\bxla\b|pax|levanter|easylm"),
+    ("deepspeed", r"deepspeed|neox|bigscience|meg-ds"),
+    ("megatron", r"megatron|nemo\b|mindspeed|megascale|modellink"),
+)
+TORCH_WORDS = r"torchtitan|\bfsdp2?\b(?!=)|hsdp|nanotron|\bddp\b|nanogpt|lightning|litgpt|accelerate"
+
+
+def _program(row: Mapping[str, str], get: _RowCells) -> str:
+    """The program that a row's texts name, or that its layout is usual for."""
+    text = " ".join(row.get(key, "") for key in ("source_id", "source", "note")).lower()
+    zero, split = get.integer("zero_stage", 0), get.integer("tp", 1) * get.integer("pp", 1) > 1
+    for program, words in PROGRAM_WORDS:
+        if re.search(words, text):
+            return program
+    if re.search(TORCH_WORDS, text) or (zero == 3 and not split):
+        return "torch-compiled" if row.get("compile") == "1" else "torch"
+    return "megatron" if split else "unknown"
+
+
+def _shards(note: str, dp: int, per_node: int) -> int:
+    """Ranks that share the parameters, where a note says that not all do; 0 where it does not."""
+    if stated := re.search(r"fsdp=(\d+)", note):
+        return int(stated[1]) if 1 < int(stated[1]) < dp and dp % int(stated[1]) == 0 else 0
+    return per_node if "hsdp" in note and per_node < dp and dp % per_node == 0 else 0
 
 
 def _attention(row: Mapping[str, str], device: DeviceKind, precision: str) -> str:
@@ -243,6 +319,11 @@ def _attention(row: Mapping[str, str], device: DeviceKind, precision: str) -> st
         return "fused"
     # Frameworks of FSDP came with flash attention 2; Megatron and NeMo with the vendor's kernels from Hopper on.
     return "flash2" if device.generation == "ampere" or row.get("precision", "").startswith("amp") else "best"
+
+
+def _fuses_norms(kernel: str, program: str) -> bool:
+    """Whether a norm is one kernel: not where a source names attention kernels alone, and compiles nothing."""
+    return program == "torch-compiled" or "RMS" in kernel or not kernel.startswith(("flash", "torch"))
 
 
 def _shape(get: _RowCells, row: Mapping[str, str]) -> ModelShape:
@@ -281,7 +362,7 @@ def _shape(get: _RowCells, row: Mapping[str, str]) -> ModelShape:
     return transformer_shape(spec)
 
 
-def _seconds(get: _RowCells, shape: ModelShape, note: str) -> float:
+def _seconds(get: _RowCells, shape: ModelShape, note: str, peak: float) -> float:
     """Of a step: stated, or from tokens per second, or from FLOPs, which sources count with full attention."""
     if get.number("step_time_s"):
         return get.number("step_time_s")
@@ -291,6 +372,9 @@ def _seconds(get: _RowCells, shape: ModelShape, note: str) -> float:
     if get.number("tflops_per_gpu"):
         seq_len = int(get.number("seq_len"))
         attention = sum(n * layer.attention.flops(seq_len) for layer, n in shape.layers if layer.attention)
-        counted = 3 * (shape.flops(seq_len) + attention) * (4 / 3 if "recompute" in note or "factor 4" in note else 1)
+        counted = 3 * (shape.flops(seq_len) + attention) * (4 / 3 if re.search(COUNTS_RECOMPUTE, note) else 1)
         return tokens * counted / (get.number("tflops_per_gpu") * 1e12 * get.number("gpus"))
+    if get.number("mfu"):
+        flops = tokens * 3 * (shape.flops(int(get.number("seq_len"))))
+        return flops / (get.number("mfu") * peak * get.number("gpus"))
     return 0.0

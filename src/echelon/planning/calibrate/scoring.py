@@ -10,7 +10,7 @@ regret      in each group of runs that differ only in layout and kernel: how muc
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -45,6 +45,8 @@ class SourceScore:
     """none where no run, or every run, was out of memory"""
     regret: float | None
     """none where no group has several runs"""
+    assumed: dict[str, int]
+    """runs whose row leaves a key of the layout out, by the key"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +100,7 @@ def score_runs(
                 time_p90=wrong[source].p90 if source in wrong else None,
                 fit_accuracy=fits[source],
                 regret=regrets.get(source),
+                assumed=dict(Counter(key for run in runs if run.source == source for key in run.assumed)),
             )
             for source in sources
         },

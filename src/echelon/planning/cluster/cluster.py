@@ -185,7 +185,8 @@ def _parse_group(text: str) -> tuple[list[NodeGroup], LinkSpec] | ValidationIssu
     known = (("a kind of device", kind, DEVICE_KINDS), ("a network", network, NETWORKS))
     for what, word, words in known:
         if word not in words:
-            return issue(f"does not name {what} ({word})", ", ".join(words), did_you_mean(word, words))
+            hint = did_you_mean(word, words) or ("describe others in a TOML file" if words is DEVICE_KINDS else "")
+            return issue(f"does not name {what} ({word})", ", ".join(words), hint)
     parts = list(split_into_nodes(DEVICE_KINDS[kind], count))
     return parts, _network_link(network, parts)
 
@@ -212,7 +213,7 @@ def local_cluster(device: str = "auto") -> Cluster:
     import torch  # slow, and needed only here
 
     if device == "cpu" or not torch.cuda.is_available():
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = cpu_cores()
         memory = _physical_memory()
         cpu = replace(DEVICE_KINDS["cpu"], memory=memory // cores)
         return replace(build_cluster("here", [NodeGroup(device=cpu, nodes=1, per_node=cores)]), host_memory=memory)
@@ -220,7 +221,7 @@ def local_cluster(device: str = "auto") -> Cluster:
     unknown = sorted({gpu.name for gpu in gpus if not device_kind(gpu.name, gpu.total_memory)})
     if unknown:
         rule = f"has unknown devices ({', '.join(unknown)})"
-        hint = "describe them in a TOML file, as echelon.planning.cluster.cluster_file says"
+        hint = "describe them in a TOML file (docs/planning.md), for plan --cluster FILE and bench --cluster FILE"
         raise ValidationError.single("cluster", "here", rule, legal=", ".join(DEVICE_KINDS), hint=hint)
     kinds = sorted((device_kind(gpu.name, gpu.total_memory), gpu.total_memory) for gpu in gpus)
     parts = [
@@ -228,6 +229,10 @@ def local_cluster(device: str = "auto") -> Cluster:
         for (kind, memory), same in groupby(kinds)
     ]
     return replace(build_cluster("here", parts), host_memory=_physical_memory())
+
+
+def cpu_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def device_kind(name: str, memory: int) -> str:

@@ -3,9 +3,18 @@
     name = "basement"                     # default: the file's name
 
     [[part]]                              # one per kind and size of node
-    kind = "h100"                         # a known kind, or `name` with the numbers of DEVICE below
+    kind = "h100"                         # a known kind, or `name` with the numbers of its data sheet
     nodes = 2
     per_node = 8
+
+    [[part]]
+    name = "zeta1"                        # a device that planning does not know; DEVICE below has all its keys
+    per_node = 8
+    bf16_tflops = 700                     # dense peak
+    memory_gib = 96
+    memory_tbps = 3
+    inside_bandwidth_gbps = 300
+    outside_bandwidth_gbps = 25
 
     [inside]                              # between devices of a node; default: as the slowest kind has it
     bandwidth_gbps = 450
@@ -41,7 +50,9 @@ from echelon.planning.cluster.cluster import MAX_DEVICES, Cluster, MeasuredCurve
 from echelon.planning.cluster.device_kinds import DEVICE_KINDS, GIB, DeviceKind, LinkSpec
 
 Table = dict[str, Any]
-GENERATIONS = ("volta", "ampere", "hopper", "blackwell", "cpu")
+GENERATIONS = ("volta", "ampere", "hopper", "blackwell", "amd", "tpu", "npu", "cpu")
+DEFAULT_GENERATION = "npu"
+"""of a device that planning does not know: of the share of its peak that accelerators other than NVIDIA's reach"""
 DTYPES = ("bf16", "fp16", "fp8", "fp4", "fp32")
 
 
@@ -99,7 +110,9 @@ DEVICE_ATTRIBUTES |= {"watts": "watts", "price": "price"}
 """the fields of a `DeviceKind` by their keys"""
 DEVICE_LINKS = {"inside_": "intra_node", "outside_": "inter_node", "host_": "host_link"}
 """its links by the prefix of their keys"""
-OPTIONAL = {"bf16_tflops", "fp16_tflops", "fp8_tflops", "fp4_tflops", "domain", "watts", "price"}
+REQUIRED = ("memory_gib", "memory_tbps", "inside_bandwidth_gbps", "outside_bandwidth_gbps")
+"""keys of a custom device, beside its 16-bit peak; links take the latencies of known kinds, the host's also their
+bandwidth"""
 SIZE, TERA, BYTES = NumberField(integer=True), NumberField(shift=12), NumberField(integer=True, maximum=1e15)
 CURVE_COLUMNS = {
     "matmul": (SIZE, SIZE, SIZE, TERA),
@@ -227,19 +240,21 @@ def _custom_device(reader: TableReader, table: Table, where: str, numbers: Table
         reader.fault(where, "", "lacks its kind", ", ".join(DEVICE_KINDS), hint)
         return None
     name = reader.text(table["name"], f"{where}.name", "any text")
-    generation = table.get("generation", "")
+    generation = table.get("generation", DEFAULT_GENERATION)
     if generation not in GENERATIONS:
-        reader.fault(f"{where}.generation", generation, "is not one that planning knows", ", ".join(GENERATIONS))
-    lacking = [key for key in DEVICE if key not in table and key not in OPTIONAL]
+        hint = did_you_mean(str(generation), GENERATIONS) or "leave it out if none is near"
+        reader.fault(f"{where}.generation", generation, "is not one that planning knows", ", ".join(GENERATIONS), hint)
+    lacking = [key for key in REQUIRED if key not in table]
     lacking += ["bf16_tflops or fp16_tflops"] if not {"bf16_tflops", "fp16_tflops"} & table.keys() else []
     lacking += ["per_node"] if "per_node" not in table else []
     if lacking:
-        reader.fault(where, "", f"lacks {', '.join(lacking)}", hint="add them")
+        reader.fault(where, "", f"lacks {', '.join(lacking)}", hint="add them from the device's data sheet")
     if len(reader.faults) > before or any(key not in numbers for key in table.keys() & DEVICE.keys()):
         return None
-    # A custom device states its memory and its links: of the CPU nothing remains.
+    # A custom device states all but latencies and the link to its host: of the A100 nothing else remains.
     blank: dict[str, Any] = {"flops": {}, "nvlink_domain": 1, "watts": 0.0, "price": 0.0}
-    return _device(replace(DEVICE_KINDS["cpu"], name=name, generation=generation, **blank), numbers)
+    usual = DEVICE_KINDS["cpu" if generation == "cpu" else "a100-80"]
+    return _device(replace(usual, name=name, generation=generation, **blank), numbers)
 
 
 def _device(usual: DeviceKind, numbers: Mapping[str, Any]) -> DeviceKind:

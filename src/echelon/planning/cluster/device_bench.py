@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from echelon.planning.cluster.cluster import Cluster, MeasuredCurves
+from echelon.layout.validation_error import ValidationError
+from echelon.planning.cluster.cluster import Cluster, MeasuredCurves, cpu_cores
+from echelon.planning.cluster.cluster_file import read_cluster_file
 from echelon.planning.cluster.link_time import COLLECTIVES, fit_link, wire_bytes
 from echelon.planning.cost.step_time import FLASH_BACKWARD_RATIO
 
@@ -84,6 +86,20 @@ class _Probe:
     prepare: Callable[[], Callable[[], object]]
     """allocates tensors, and returns the function to time"""
     note: str = ""
+
+
+def read_description(path: str) -> Cluster:
+    """The cluster of a file that describes the devices of this machine; its nodes must have as many."""
+    import torch
+
+    cluster, has_gpus = read_cluster_file(path), torch.cuda.is_available()
+    here = torch.cuda.device_count() if has_gpus else cpu_cores()
+    if (cluster.device.generation != "cpu", cluster.per_node) != (has_gpus, here):
+        devices = f"{here} {'GPUs' if has_gpus else 'CPU cores'}"
+        rule = f"does not describe this machine, which has {devices}"
+        legal = f"per_node={here}" + ("" if has_gpus else ', generation="cpu"')
+        raise ValidationError.single("--cluster", path, rule, legal=legal)
+    return cluster
 
 
 def bench_steps(cluster: Cluster, *, quick: bool, on_ranks: RunOnRanks) -> list[BenchStep]:

@@ -6,7 +6,7 @@ cp_traffic.py counts those of context parallelism, expert_traffic.py those of ex
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 from echelon.layout import Layout
 from echelon.layout.collective import Collective
@@ -75,9 +75,19 @@ def tp_wire_bytes(collectives: Iterable[Collective], layout: Layout) -> float:
     return sum(collective_bytes(item, ranks[item.axis]) for item in collectives)
 
 
-def dp_wire_bytes(scenario: Scenario) -> float:
-    """Bytes that a step sends over dp for parameters and gradients."""
-    total = 0.0
+@dataclass(frozen=True, kw_only=True)
+class DpVolume:
+    """What a step sends over dp: bytes on a rank's links, and collectives."""
+
+    gathered: float = 0.0
+    """of parameters"""
+    reduced: float = 0.0
+    """of gradients"""
+    num_collectives: float = 0.0
+
+
+def dp_volume(scenario: Scenario) -> DpVolume:
+    gathered = reduced = num_collectives = 0.0
     for group, n in param_groups(scenario, 0):
         policy = group_policy(scenario, group)
         numel = group.num_shards * group.shard_numel
@@ -93,5 +103,11 @@ def dp_wire_bytes(scenario: Scenario) -> float:
             recomputed={group.name} if is_split else (),
         )
         sizes = {policy.replica_axis: policy.num_replicas}
-        total += n * sum(collective_bytes(item, sizes.get(item.axis, group.num_shards)) for item in collectives)
-    return total
+        for item in collectives:
+            sent = n * collective_bytes(item, sizes.get(item.axis, group.num_shards))
+            num_collectives += n * item.count
+            if item.op == "all_gather":
+                gathered += sent
+            else:
+                reduced += sent
+    return DpVolume(gathered=gathered, reduced=reduced, num_collectives=num_collectives)

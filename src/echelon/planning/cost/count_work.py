@@ -9,10 +9,11 @@ from echelon.memory.offload.cost import OffloadTraffic, offload_traffic
 from echelon.optim import offload_support
 from echelon.parallel.tp import cost as tp_cost
 from echelon.pipeline.schedules.bubble_time import INTERLEAVED
+from echelon.planning.calibrate.programs import PROGRAMS, UNBALANCED_CP
 from echelon.planning.cluster.cluster import HOST_DEVICES
 from echelon.planning.cluster.link_time import intra_node_latency
 from echelon.planning.cost import step_work
-from echelon.planning.cost.comm_volume import dp_wire_bytes, tp_collectives, tp_wire_bytes
+from echelon.planning.cost.comm_volume import DpVolume, dp_volume, tp_collectives, tp_wire_bytes
 from echelon.planning.cost.cp_traffic import computed_attention, cp_traffic
 from echelon.planning.cost.elementwise_traffic import elementwise_traffic
 from echelon.planning.cost.expert_traffic import expert_traffic
@@ -27,9 +28,13 @@ GEMM_TILE = 64
 """elements; GEMMs are fast if it divides their dimensions"""
 WIDE_HEAD_DIM = 128
 """elements from which a head is wide"""
-LOGIT_TRAFFIC, FUSED_LOGIT_TRAFFIC = 8.0, 2.0
-"""bytes moved per logit, in forward and for each gradient: by plain operators; by the fused loss kernel, which reads
-twice and writes once in all"""
+LOAD_ELEMENTS, UNLOADABLE_COST = 8, 7.0
+"""elements of 16 bits that a tensor core's operands are loaded by, and the cost of a GEMM with a dimension that they do
+not divide, in that of one off the tile: on an H200 the three GEMMs of a head of 50,257 take 5.7 times as long as of
+50,304. Other programs pad their vocabulary"""
+LOGIT_TRAFFIC, FUSED_LOGIT_TRAFFIC, CUSTOM_LOGIT_TRAFFIC = 8.0, 2.0, 13.0
+"""bytes moved per logit, in forward and for each gradient: by other programs; by the fused loss kernel, which reads
+twice and writes once in all; by a user's loss in float32, whose operators are one kernel each"""
 
 
 def count_work(scenario: Scenario, *, include_per_step: bool = True) -> step_work.StepWork:
@@ -54,16 +59,20 @@ def _microbatch_work(scenario: Scenario) -> step_work.MicrobatchWork:
     flops = 2.0 * tokens * shape.width * vocab
     # A traced module may have no head.
     edge_flops = 2.0 * (shape.width * vocab + tokens * vocab + tokens * shape.width) if flops else 0.0
-    fused_loss = scenario.has_kernels and tp == 1
+    fused_loss, runs_operators = scenario.has_kernels and tp == 1, scenario.runs_operators
+    logit_traffic = CUSTOM_LOGIT_TRAFFIC if runs_operators else FUSED_LOGIT_TRAFFIC if fused_loss else LOGIT_TRAFFIC
     return step_work.MicrobatchWork(
         device=_device_rates(scenario),
+        program=PROGRAMS.index("plain" if runs_operators else scenario.program),
         num_layers=shape.num_layers,
         num_moe_layers=shape.num_moe_layers,
         dense_gemms=dense_gemms,
         expert_gemms=expert_gemms,
         router_flops=router_flops,
-        head_gemm=step_work.GemmWork(flops=flops, edge_flops=edge_flops),
-        loss_bytes=tokens * vocab * (FUSED_LOGIT_TRAFFIC if fused_loss else LOGIT_TRAFFIC),
+        head_gemm=step_work.GemmWork(
+            flops=flops, edge_flops=edge_flops, misaligned_flops=_unloadable_flops(scenario, flops, shape.width, vocab)
+        ),
+        loss_bytes=tokens * vocab * logit_traffic,
         attention=_attention_work(scenario),
         elementwise=elementwise_traffic(scenario),
         compression_bytes=compression_traffic(scenario),
@@ -80,8 +89,8 @@ def _device_rates(scenario: Scenario) -> step_work.DeviceRates:
     return step_work.DeviceRates(
         generation=step_work.GENERATIONS.index(device.generation),
         low_precision=step_work.LOW_PRECISION.get(precision, 0) if precision in device.flops else 0,
-        peak_flops=device.peak(precision),
-        peak_flops_16bit=device.peak("bf16"),
+        peak_flops=device.peak(precision) * device.power_share,
+        peak_flops_16bit=device.peak("bf16") * device.power_share,
         memory_bandwidth=device.bandwidth,
         intra_node_bandwidth=cluster.intra_node.bandwidth,
         inter_node_bandwidth=cluster.inter_node.bandwidth,
@@ -124,8 +133,16 @@ def _dense_gemm(matmul: MatmulShape, scenario: Scenario) -> step_work.GemmWork:
         token_parts = grid.z if layout.tp_kind == "3d" else grid.batch_parts
         flops = 2.0 * tokens * float(matmul.inputs) * float(matmul.outputs) / layout.tp
         edge_flops = flops * (token_parts / tokens + grid.x / matmul.inputs + grid.x / matmul.outputs)
-    misaligned = any(int(size) % GEMM_TILE for size in _split_dims(matmul, layout.tp))
-    return step_work.GemmWork(flops=flops, edge_flops=edge_flops, misaligned_flops=flops if misaligned else 0.0)
+    sizes = _split_dims(matmul, layout.tp)
+    misaligned = flops if any(int(size) % GEMM_TILE for size in sizes) else 0.0
+    misaligned = _unloadable_flops(scenario, flops, *sizes) or misaligned
+    return step_work.GemmWork(flops=flops, edge_flops=edge_flops, misaligned_flops=misaligned)
+
+
+def _unloadable_flops(scenario: Scenario, flops: float, *sizes: float) -> float:
+    """What a GEMM of Echelon with a size that LOAD_ELEMENTS does not divide counts as, off the tile; else 0."""
+    odd = scenario.is_own and scenario.on_gpu and any(int(size) % LOAD_ELEMENTS for size in sizes)
+    return flops * UNLOADABLE_COST if odd else 0.0
 
 
 def _split_dims(matmul: MatmulShape, ranks: int) -> tuple[float, float]:
@@ -146,6 +163,8 @@ def _attention_work(scenario: Scenario) -> step_work.AttentionWork:
     kernel = scenario.attention_kernel
     if scenario.materializes_scores and kernel == "best":
         kernel = "plain"
+    if scenario.program in UNBALANCED_CP:
+        flops *= 2 * scenario.layout.cp / (scenario.layout.cp + 1)
     index, wide_heads = ATTENTION_KERNELS.index(kernel), head_dim >= WIDE_HEAD_DIM
     return step_work.AttentionWork(flops=flops, scores=scores, kernel=index, wide_heads=wide_heads)
 
@@ -153,8 +172,10 @@ def _attention_work(scenario: Scenario) -> step_work.AttentionWork:
 def _tp_traffic(scenario: Scenario) -> step_work.TpTraffic:
     layout, per_node = scenario.layout, scenario.cluster.per_node
     collectives = tp_collectives(scenario)
+    grid = tp_cost.grid_shape(layout)
     return step_work.TpTraffic(
         ranks=layout.tp,
+        ring_ranks=max(grid.x, grid.y, grid.z),
         wire_bytes=tp_wire_bytes(collectives, layout),
         overlapped_bytes=tp_wire_bytes([item for item in collectives if item.overlapped], layout),
         num_collectives=sum(item.count for item in collectives),
@@ -174,7 +195,7 @@ def _step_work(scenario: Scenario, microbatch: step_work.MicrobatchWork, include
         microbatch=microbatch,
         weight_bytes=weight_traffic(scenario),
         pipeline=_pipeline_work(scenario),
-        dp=_dp_traffic(scenario, dp_wire_bytes(scenario) if include_per_step else 0.0),
+        dp=_dp_traffic(scenario, dp_volume(scenario) if include_per_step else DpVolume()),
         update=update,
         offload=_offload_work(scenario, offloaded),
     )
@@ -196,15 +217,18 @@ def _pipeline_work(scenario: Scenario) -> step_work.PipelineWork:
     )
 
 
-def _dp_traffic(scenario: Scenario, wire_bytes: float) -> step_work.DpTraffic:
+def _dp_traffic(scenario: Scenario, volume: DpVolume) -> step_work.DpTraffic:
     layout, per_node = scenario.layout, scenario.cluster.per_node
     ranks, inner = layout.dp * layout.cp, layout.tp if scenario.rank_order[0] == "pp" else layout.tp * layout.pp
     return step_work.DpTraffic(
         ranks=ranks,
-        wire_bytes=wire_bytes,
+        gather_bytes=volume.gathered,
+        reduce_bytes=volume.reduced,
+        num_collectives=volume.num_collectives,
         in_node=inner * ranks <= per_node,
         ranks_per_node=max(1.0, min(per_node / inner, ranks)),
         every_microbatch=scenario.sharding_policy.reduce_scatter_every_microbatch,
+        regathers=scenario.sharding_policy.reshards_params,
     )
 
 

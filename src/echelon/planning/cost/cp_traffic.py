@@ -166,7 +166,7 @@ def _merge_bytes(scenario: Scenario, num_blocks: int, elements: int) -> float:
 
 def _max_pending_blocks(scenario: Scenario, elements: int) -> int:
     """Results with this many elements per token that may wait to be merged."""
-    if scenario.program == "others":  # they add each result as it comes
+    if not scenario.is_own:  # they add each result as it comes
         return 1
     block_bytes = _attention_tokens(scenario) * scenario.element_bytes * elements
     return max(1, min(MAX_PENDING, int(MAX_PENDING_BYTES / block_bytes)))

@@ -43,7 +43,7 @@ def _link_usage(scenario: Scenario) -> Iterator[tuple[Collective, float, float]]
         return
     groups = {
         "tp": (layout.tp, 0.0),
-        "cp": (layout.cp, _inter_node_share(layout.cp * layout.tp, per_node)),
+        "cp": (layout.cp, _inter_node_share(layout.cp, per_node / layout.tp)),
         EP_ETP_AXIS: (ranks, _inter_node_share(ranks, per_node)),
         f"{EP_ETP_AXIS}/{inner}": (inner, 0.0),
         f"{EP_ETP_AXIS}%{inner}": (ranks // inner, 1.0),
@@ -53,9 +53,9 @@ def _link_usage(scenario: Scenario) -> Iterator[tuple[Collective, float, float]]
         yield item, collective_bytes(item, group_size), inter_node_share
 
 
-def _inter_node_share(ranks: int, per_node: int) -> float:
-    """Share of what a rank sends to a group, itself included, that leaves its node."""
-    return max(0.0, 1 - per_node / ranks)
+def _inter_node_share(ranks: int, in_node: float) -> float:
+    """Share of what a rank sends to the others of a group, `in_node` of whose ranks share a node, that leaves it."""
+    return max(0.0, (ranks - max(1.0, in_node)) / (ranks - 1)) if ranks > 1 else 0.0
 
 
 def _recompute_factor(scenario: Scenario) -> float:

@@ -184,7 +184,7 @@ def _peak_candidates(scenario: Scenario, stage: int, c: Constants) -> list[ByCat
 def _transient_bytes(scenario: Scenario, stage: int, gradients: float, c: Constants) -> Iterator[dict[str, float]]:
     """Yield what comes and goes, at each point that may be the peak."""
     layout, shape, recompute = scenario.layout, scenario.shape, recompute_plan(scenario)
-    lazy = scenario.program != "others" and scenario.on_gpu
+    lazy = scenario.is_own and scenario.on_gpu
     resident = not lazy or layout.accumulate * layout.pp > 1
     # Saved activations of all microbatches in flight.
     activations = layers_in_flight(scenario, stage) * (microbatch_saved_bytes(scenario) / shape.num_layers)

@@ -19,7 +19,7 @@ def place_ranks(scenario: Scenario, c: Constants = FITTED_CONSTANTS) -> Scenario
     Ranks in one node, and those of other frameworks, keep pp outermost.
     """
     layout, per_node = scenario.layout, scenario.cluster.per_node
-    if scenario.program == "others" or layout.world <= per_node or 1 in (layout.dp, layout.pp):
+    if not scenario.is_own or layout.world <= per_node or 1 in (layout.dp, layout.pp):
         return scenario
     work = count_work(replace(scenario, rank_order=DEFAULT_ORDER))
     rates, times, pipeline = reached_rates(work.microbatch.device, c), step_times(work, c), work.pipeline

@@ -17,11 +17,13 @@ Every number may be an array: each line times one layout or thousands.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
 from echelon.pipeline.schedules.bubble_time import bubble_times
 from echelon.planning.calibrate.constants import FITTED_CONSTANTS, Constants
+from echelon.planning.calibrate.programs import ProgramProfile
 from echelon.planning.cluster.link_time import exposed_time
 from echelon.planning.cost.cp_time import cp_time
 from echelon.planning.cost.reached_rates import ReachedRates, reached_rates
@@ -74,9 +76,9 @@ class MicrobatchTime:
 
     @property
     def launch_waits(self) -> tuple[Number, Number]:
-        """Seconds that the device waits for the host, in forward and in backward."""
+        """Seconds that the device waits for the host, in forward and in backward, which it launches during the head."""
         launches = self.kernel_launches
-        return exposed_time(launches, self.forward_device), exposed_time(launches, self.backward_device)
+        return exposed_time(launches, self.forward_device), exposed_time(launches, self.backward_device + 3 * self.head)
 
     @property
     def forward(self) -> Number:
@@ -99,10 +101,11 @@ class MicrobatchTime:
 def microbatch_time(work: StepWork, c: Constants = FITTED_CONSTANTS) -> MicrobatchTime:
     """Time one microbatch of a step."""
     m, device = work.microbatch, work.microbatch.device
-    rates = reached_rates(device, c)
+    profile = program_profile(m.program, c)
+    rates = reached_rates(device, c, profile)
     gemms = _gemm_time(m.dense_gemms, rates.gemm_edge, rates.gemm_flops, c)
     gemms += m.router_flops / (device.peak_flops_16bit * ROUTER_PEAK_SHARE)
-    attention = _attention_time(m, rates, c)
+    attention = _attention_time(m, rates, c, profile)
     attention_backward = np.where(m.attention.kernel >= FLASH1, FLASH_BACKWARD_RATIO, UNFUSED_BACKWARD_RATIO)
     head = _gemm_time(m.head_gemm, c.edge, rates.gemm_flops_16bit, c)
     return MicrobatchTime(
@@ -110,23 +113,33 @@ def microbatch_time(work: StepWork, c: Constants = FITTED_CONSTANTS) -> Microbat
         expert_gemms=_gemm_time(m.expert_gemms, c.expert_edge, rates.gemm_flops, c),
         attention=attention,
         attention_backward_ratio=attention_backward,
-        elementwise=_elementwise_time(m, rates, c),
+        elementwise=_elementwise_time(m, rates, c) * profile.traffic,
         elementwise_backward_ratio=m.elementwise.backward_ratio,
         weight_traffic=(work.weight_bytes + m.compression_bytes) / rates.memory_bandwidth,
         kernel_launches=c.launch * m.num_layers + c.launch_experts * m.num_moe_layers,
         head=head + m.loss_bytes / device.memory_bandwidth,
-        tp=_exposed_tp_time(m, rates, c, gemms),
+        tp=_exposed_tp_time(m, rates, profile, gemms),
         ep=_exposed_ep_time(m, rates, c),
         cp=cp_time(m, rates, attention, attention_backward * attention).total,
         pp=_p2p_time(work, rates),
     )
 
 
+def program_profile(program: Number, c: Constants) -> ProgramProfile:
+    """The profile of a program by its index; of stacked steps, an array for each of its numbers."""
+    if np.ndim(program) == 0:
+        return c.profiles[int(program)]
+    index = np.asarray(program, dtype=np.intp)
+    names = [field.name for field in fields(ProgramProfile)]
+    columns: dict[str, Any] = {name: np.array([getattr(one, name) for one in c.profiles])[index] for name in names}
+    return ProgramProfile(**columns)
+
+
 def _gemm_time(work: GemmWork, edge: Number, flops_per_second: Number, c: Constants) -> Number:
     return (work.flops + c.misaligned_gemms * work.misaligned_flops + edge * work.edge_flops) / flops_per_second
 
 
-def _attention_time(work: MicrobatchWork, rates: ReachedRates, c: Constants) -> Number:
+def _attention_time(work: MicrobatchWork, rates: ReachedRates, c: Constants, profile: ProgramProfile) -> Number:
     """Time forward attention: flash kernels by their FLOPs, others by their GEMMs and the scores that they write."""
     attention, device = work.attention, work.device
     flash_share = np.select(
@@ -135,7 +148,7 @@ def _attention_time(work: MicrobatchWork, rates: ReachedRates, c: Constants) -> 
         c.best_attention,
     ) * np.where(attention.wide_heads > 0, 1.0, NARROW_HEAD_SPEED)
     per_score = np.where(attention.kernel == PLAIN_ATTENTION, c.plain_score_bytes, c.fused_score_bytes)
-    flash = attention.flops / (device.peak_flops_16bit * flash_share)
+    flash = attention.flops / (device.peak_flops_16bit * flash_share * profile.speed)
     unfused = 2 * attention.flops / rates.gemm_flops_16bit + per_score * attention.scores / rates.memory_bandwidth
     seconds = np.where(attention.kernel >= FLASH1, flash, unfused)
     return seconds * np.where(work.cp.is_blockwise > 0, c.blockwise_attention, 1.0)
@@ -148,19 +161,21 @@ def _elementwise_time(work: MicrobatchWork, rates: ReachedRates, c: Constants) -
     return (2 * (norms + traffic.other) + cast_bytes) / rates.memory_bandwidth
 
 
-def _exposed_tp_time(work: MicrobatchWork, rates: ReachedRates, c: Constants, gemms: Number) -> Number:
-    tp = work.tp
-    bandwidth = rates.group_bandwidth(tp.in_node, tp.ranks_per_node)
-    seconds = (tp.wire_bytes - tp.overlapped_bytes) / bandwidth + rates.latency * tp.num_collectives
-    exposed_share = np.where(work.device.generation < HOPPER, 1.0, c.tp_exposed)
-    overlapped: Number = exposed_time(tp.overlapped_bytes / bandwidth, (1 + GEMM_BACKWARD_RATIO) * gemms)
-    return np.where(tp.ranks > 1, seconds, 0.0) * exposed_share + overlapped
+def _exposed_tp_time(work: MicrobatchWork, rates: ReachedRates, profile: ProgramProfile, gemms: Number) -> Number:
+    tp, nodes = work.tp, work.tp.ranks / work.tp.ranks_per_node
+    bandwidth = rates.group_bandwidth(tp.in_node, tp.ranks_per_node, nodes)
+    latency = rates.group_latency(np.minimum(tp.ring_ranks, tp.ranks_per_node), tp.ring_ranks / tp.ranks_per_node)
+    seconds = np.where(tp.ranks > 1, tp.wire_bytes / bandwidth + latency * tp.num_collectives, 0.0)
+    beside = seconds * tp.overlapped_bytes / np.maximum(tp.wire_bytes, 1.0)
+    exposed_share = np.where(work.device.generation < HOPPER, 1.0, 1 - profile.overlap)
+    overlapped: Number = exposed_time(beside, (1 + GEMM_BACKWARD_RATIO) * gemms)
+    return (seconds - beside) * exposed_share + overlapped
 
 
 def _exposed_ep_time(work: MicrobatchWork, rates: ReachedRates, c: Constants) -> Number:
     ep = work.ep
-    transfers = ep.intra_node_bytes / rates.intra_node_bandwidth + ep.inter_node_bytes / rates.inter_node_bandwidth
-    return (transfers + rates.latency * ep.num_collectives) * c.ep_exposed
+    inside, outside = ep.intra_node_bytes / rates.intra_node_bandwidth, ep.inter_node_bytes / rates.inter_node_bandwidth
+    return (np.maximum(inside, outside) + rates.latency * ep.num_collectives) * c.ep_exposed
 
 
 def _p2p_time(work: StepWork, rates: ReachedRates) -> Number:
@@ -237,7 +252,8 @@ def step_times(work: StepWork, c: Constants = FITTED_CONSTANTS) -> StepTimes:
         dp=_exposed_dp_time(work, c, busy),
         update=_update_time(work, c),
         offload=_offload_time(work, busy, _update_time(work, c)),
-        rest=c.step_overhead * np.where(work.dp.ranks * work.microbatch.tp.ranks * pp > 1, 1.0, c.single_device_share),
+        rest=program_profile(work.microbatch.program, c).step_overhead
+        * np.where(work.dp.ranks * work.microbatch.tp.ranks * pp > 1, 1.0, c.single_device_share),
     )
 
 
@@ -265,18 +281,45 @@ def _bubble_time(work: StepWork, m: MicrobatchTime, microbatch: Number) -> Numbe
 
 def dp_overlap_time(work: StepWork, c: Constants, busy: Number) -> Number:
     """Time of compute that overlaps gathers of parameters and reductions of gradients."""
-    backward = microbatch_time(work, c).backward / work.pipeline.pp
-    once_a_step = np.where(work.microbatch.device.generation < HOPPER, 0.0, c.dp_overlap * backward)
-    return np.where(work.dp.every_microbatch > 0, c.fsdp_overlap * busy, once_a_step)
+    profile, m = program_profile(work.microbatch.program, c), microbatch_time(work, c)
+    once_a_step = profile.overlap * (m.forward + m.backward) * _last_passes(work)
+    return np.where(work.dp.every_microbatch > 0, busy, once_a_step)
+
+
+def _last_passes(work: StepWork) -> Number:
+    """Microbatches, through all layers, that a rank still passes when its first gradients are complete.
+
+    Interleaved stages take pp microbatches a chunk: while the last ones pass the other chunks, the first is reduced.
+    """
+    pipeline = work.pipeline
+    in_turn = np.where(pipeline.vpp > 1, np.minimum(pipeline.pp, pipeline.num_microbatches), 1)
+    return in_turn / pipeline.pp
 
 
 def _exposed_dp_time(work: StepWork, c: Constants, busy: Number) -> Number:
-    """Time gathers of parameters and reductions of gradients that compute does not hide."""
-    dp, device = work.dp, work.microbatch.device
-    bandwidth = reached_rates(device, c).group_bandwidth(dp.in_node, dp.ranks_per_node)
-    seconds = dp.wire_bytes / bandwidth
-    exposed: Number = exposed_time(seconds, dp_overlap_time(work, c, busy))
-    return exposed + np.where(dp.every_microbatch > 0, c.fsdp_exposed * seconds, 0.0)
+    """Time gathers of parameters and reductions of gradients that compute does not hide.
+
+    Once a step, backward of the last microbatch hides the reduction, and forward of the first one the gather. FSDP
+    gathers a layer ahead: forward hides the gathers of all layers but the first, backward those of all but the last
+    and the reductions. What is hidden slows the compute beside it: both use the device's memory and processors.
+    """
+    dp, device, layers = work.dp, work.microbatch.device, work.microbatch.num_layers
+    profile, m = program_profile(work.microbatch.program, c), microbatch_time(work, c)
+    rates, nodes = reached_rates(device, c, profile), dp.ranks / dp.ranks_per_node
+    bandwidth = rates.group_bandwidth(dp.in_node, dp.ranks_per_node, nodes)
+    latency = np.where(dp.ranks > 1, rates.group_latency(dp.ranks_per_node, nodes) * dp.num_collectives, 0.0)
+    total = dp.wire_bytes / bandwidth + latency
+    gather = dp.gather_bytes / np.maximum(dp.wire_bytes, 1.0) * total
+    reduce = total - gather
+    forward, backward = (profile.overlap * each * _last_passes(work) for each in (m.forward, m.backward))
+    once = exposed_time(gather, forward) + exposed_time(reduce, backward)
+    early = np.where(dp.regathers > 0, gather / 2, gather)
+    forward_share = m.forward / (m.forward + m.backward)
+    hidden_early, hidden_late = forward_share * busy, (1 - forward_share) * busy
+    every = exposed_time(early, hidden_early) + exposed_time(total - early, hidden_late)
+    every += total / np.maximum(layers, 1) + c.contention * np.minimum(total, busy)
+    exposed: Number = np.where(dp.every_microbatch > 0, every, once)
+    return exposed
 
 
 def _update_time(work: StepWork, c: Constants) -> Number:
@@ -286,7 +329,8 @@ def _update_time(work: StepWork, c: Constants) -> Number:
     assumed = c.update_bytes * update.num_params / device.memory_bandwidth
     memory = np.where(update.memory_bytes > 0, update.memory_bytes / rates.memory_bandwidth, assumed)
     gemms = update.flops / (device.peak_flops_16bit * c.ampere)
-    transfers = update.wire_bytes / rates.group_bandwidth(dp.in_node, dp.ranks_per_node)
+    nodes = dp.ranks / dp.ranks_per_node
+    transfers = update.wire_bytes / rates.group_bandwidth(dp.in_node, dp.ranks_per_node, nodes)
     return memory + (gemms + transfers + rates.latency * update.num_collectives)
 
 

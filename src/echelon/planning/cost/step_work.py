@@ -19,8 +19,8 @@ from echelon.pipeline.schedules.bubble_time import DUALPIPE_V, NO_BUBBLE, ZB_H1,
 
 Number: TypeAlias = float | NDArray[Any]
 """a number, or an array with one for each stacked step"""
-GENERATIONS = ("cpu", "volta", "ampere", "hopper", "blackwell")
-CPU, VOLTA, AMPERE, HOPPER, BLACKWELL = range(len(GENERATIONS))
+GENERATIONS = ("cpu", "volta", "ampere", "hopper", "blackwell", "amd", "tpu", "npu")
+CPU, VOLTA, AMPERE, HOPPER, BLACKWELL, AMD, TPU, NPU = range(len(GENERATIONS))
 BUBBLE_FORMULAS = {"zb-h1": ZB_H1, "zb-v": ZB_V, "dualpipe-v": DUALPIPE_V, **dict.fromkeys(ASYNC_SCHEDULES, NO_BUBBLE)}
 """schedules with a bubble formula of their own; others are timed as 1f1b"""
 LOW_PRECISION = {"fp8": 1, "fp4": 2}
@@ -29,7 +29,7 @@ LOW_PRECISION = {"fp8": 1, "fp4": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRates:
-    """Peak rates of the device and its links, as the vendor states them."""
+    """Peak rates of the device and its links, as the vendor states them; FLOPs at the clock that its power sustains."""
 
     generation: Number
     """index into GENERATIONS"""
@@ -101,6 +101,8 @@ class TpTraffic:
     """Collectives of tensor parallelism."""
 
     ranks: Number
+    ring_ranks: Number
+    """of its largest group: an axis of a grid has fewer than all"""
     wire_bytes: Number
     overlapped_bytes: Number
     """of these, the steps of a grid that run beside GEMMs"""
@@ -159,6 +161,8 @@ class MicrobatchWork:
     """One microbatch through all layers: the same for layouts that differ in pp, dp, zero and schedule alone."""
 
     device: DeviceRates
+    program: Number
+    """index into PROGRAMS"""
     num_layers: Number
     num_moe_layers: Number
     dense_gemms: GemmWork
@@ -202,11 +206,21 @@ class DpTraffic:
     """Gathers of parameters and reductions of gradients, of a step."""
 
     ranks: Number
-    wire_bytes: Number
+    gather_bytes: Number
+    """of parameters, on a rank's links"""
+    reduce_bytes: Number
+    """of gradients"""
+    num_collectives: Number
     in_node: Number
     ranks_per_node: Number
     every_microbatch: Number
     """1 if gradients are scattered after every microbatch (zero 2 and 3)"""
+    regathers: Number
+    """1 if parameters are gathered for forward and again for backward (zero 3)"""
+
+    @property
+    def wire_bytes(self) -> Number:
+        return self.gather_bytes + self.reduce_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,7 +109,7 @@ def _neighbour_scenarios(request: PlanRequest, scenario: Scenario) -> Iterator[t
     trials += [{"recompute": kind} for kind in policies if kind != layout.recompute]
     for keys in trials:
         other = _neighbour(layout, keys)
-        if other is not None and not request.violations(other):
+        if other is not None and request.allows(other) and not request.violations(other):
             changed = ",".join(f"{key}={value}" for key, value in keys.items() if key != "dp")
             yield changed, replace(scenario, layout=other)
 

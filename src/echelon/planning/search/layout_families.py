@@ -168,9 +168,10 @@ def tp_kinds(request: PlanRequest, tp: int) -> list[tuple[str, int]]:
         kinds += [("2d", 1), *(("2.5d", depth) for depth in _divisors(tp) if depth > 1), ("3d", 1)]
 
     def is_possible(kind: str, depth: int) -> bool:
-        if fixed.get("tp_kind", kind) != kind or fixed.get("depth", depth) != depth:
+        layout = Layout(tp=tp, tp_kind=kind, depth=depth)
+        if fixed.get("tp_kind", kind) != kind or fixed.get("depth", depth) != depth or not request.allows(layout):
             return False
-        ranks = head_parallel_size(Layout(tp=tp, tp_kind=kind, depth=depth))
+        ranks = head_parallel_size(layout)
         if ranks is None or attention is None:
             return ranks is not None
         heads, kv_heads = attention.heads, attention.kv_heads

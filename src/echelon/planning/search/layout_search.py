@@ -138,8 +138,8 @@ def _fitting_scenarios(request: PlanRequest, bound: BranchBound, c: Constants, l
 
 
 def _is_legal(request: PlanRequest, layout: Layout) -> bool:
-    """Whether the layout obeys the rules of the grammar, of the model and of the batch."""
-    return not request.violations(layout, world=layout.world, batch=request.batch)
+    """Whether the request admits the layout, and it obeys the rules of the grammar, of the model and of the batch."""
+    return request.allows(layout) and not request.violations(layout, world=layout.world, batch=request.batch)
 
 
 def least_memory_plan(request: PlanRequest, c: Constants = FITTED_CONSTANTS) -> Plan | None:

@@ -29,6 +29,6 @@ def baselines_report(best: Plan | None, baselines: Sequence[Baseline]) -> Render
             format_duration(plan.seconds),
             f"{plan.seconds / best.seconds:.1f}x" if best is not None else "",
             Text(format_bytes(plan.memory.total), style="" if plan.fits else "red"),
-            Text(f"{plan.layout if baseline.runnable else baseline.reason}{fit}", style="dim"),
+            Text(f"{baseline.reason or plan.layout}{fit}", style="dim"),
         )
     return Group(Text("What simpler ways would take", style="bold"), Text(), table)

@@ -85,11 +85,12 @@ def _plan(plan: Plan, number: int, command: str, explanation: Sequence[str]) -> 
     numbers = plan_labels.key_figures(plan)
     figures = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in numbers)
     times, sizes = _bars(plan_labels.time_bars(plan)), _bars(plan_labels.memory_bars(plan))
-    of = plan_labels.describe_memory(plan)
+    of, confidence = plan_labels.describe_memory(plan), plan_labels.describe_confidence(plan)
     return (
         f'<section class="plan{best}" id="plan-{number + 1}"><h2><span class="number">{number + 1}</span> '
         f"{_layout(plan)}{_marks(plan)}</h2>"
-        f'<dl class="figures">{figures}</dl>{_run(plan, command)}{_reasons(plan_labels.all_reasons(plan, explanation))}'
+        f'<dl class="figures">{figures}</dl><p class="quiet">80 % of runs: {escape(confidence)}.</p>'
+        f"{_run(plan, command)}{_reasons(plan_labels.all_reasons(plan, explanation))}"
         f'<div class="beside"><div><h3>Time of a step by cause</h3>{times}</div>'
         f"<div><h3>Memory by category</h3>{sizes}"
         f'<p class="quiet">{escape(of)}, of {escape(plan_labels.describe_fullest_rank(plan))}.</p></div></div>'
@@ -107,8 +108,8 @@ def _step(plan: Plan, number: int) -> str:
 
 
 def _run(plan: Plan, command: str) -> str:
-    if not plan.runnable:
-        return "<h3>It cannot be run yet</h3>"
+    if reason := plan_labels.why_not_run(plan):
+        return f"<h3>{escape(reason[:1].upper() + reason[1:])}</h3>"
     if not command:
         return ""
     button = '<button type="button" class="copy">copy</button>'

@@ -79,6 +79,7 @@ COLUMN_MEANINGS = [
     ("bubble", "share of the pipeline's time in which ranks wait"),
     ("memory", "peak of the fullest rank, and its share of a device"),
     ("plan only", "can be planned, not trained"),
+    ("extrapolated", "nothing near was measured: the interval is wider"),
 ]
 """what the columns of the table mean"""
 MOE_MEANINGS = [
@@ -91,6 +92,7 @@ NEARLY_FULL = 0.92
 """share of a device's memory from which on a plan is marked"""
 PLAN_ONLY = "plan only"
 DOES_NOT_FIT = "does not fit"
+EXTRAPOLATED = "extrapolated"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,10 +149,15 @@ def describe_request(plan: Plan) -> str:
     scenario, shape, cluster = plan.scenario, plan.scenario.shape, plan.scenario.cluster
     devices = "" if cluster.name.startswith(f"{cluster.devices}x") else f" ({cluster.devices} devices)"
     sequences = "sequence" if plan.layout.batch == 1 else "sequences"
+    program = "" if scenario.is_own else f", by {_program(plan)}"
     return (
         f"{shape.name} ({_billions(shape.parameters)} parameters) on {cluster.name}{devices}, "
-        f"{plan.layout.batch} {sequences} of {scenario.seq_len} tokens a step, {scenario.precision}"
+        f"{plan.layout.batch} {sequences} of {scenario.seq_len} tokens a step, {scenario.precision}{program}"
     )
+
+
+def _program(plan: Plan) -> str:
+    return "an unknown program" if plan.scenario.program == "unknown" else plan.scenario.program
 
 
 def _billions(count: float) -> str:
@@ -171,8 +178,24 @@ def describe_fullest_rank(plan: Plan) -> str:
 
 
 def warning_marks(plan: Plan) -> list[tuple[str, str]]:
-    marks = [(PLAN_ONLY, "yellow", plan.runnable), (DOES_NOT_FIT, "red", plan.fits)]
+    marks = [
+        (PLAN_ONLY, "yellow", plan.runnable or not plan.scenario.is_own),
+        (DOES_NOT_FIT, "red", plan.fits),
+        (EXTRAPOLATED, "yellow", not plan.extrapolated),
+    ]
     return [(mark, colour) for mark, colour, fine in marks if not fine]
+
+
+def describe_confidence(plan: Plan) -> str:
+    """Whether the interval is near what was measured, or why it is not."""
+    return f"{EXTRAPOLATED}: {'; '.join(plan.extrapolated)}" if plan.extrapolated else "near what was measured"
+
+
+def why_not_run(plan: Plan) -> str:
+    """Why there is no command that runs a plan; empty if `train` runs it."""
+    if not plan.scenario.is_own:
+        return f"this plan is priced for {_program(plan)}, which Echelon does not run"
+    return "" if plan.runnable else "this plan cannot be run yet"
 
 
 def key_figures(plan: Plan) -> list[tuple[str, str]]:

@@ -79,7 +79,9 @@ class _ConsoleWriter:
         columns = dict(WIDE if on_one_line else NARROW)
         while len(columns) > 1 and self._layout_width(first, columns) < NARROW_LAYOUT:
             columns.popitem()
-        width = max(8, min(self._layout_width(first, columns), max(len(str(plan.layout)) for plan in plans)))
+        marks = (mark for plan in plans for mark, _ in plan_labels.warning_marks(plan))
+        longest = max(map(len, (*(str(plan.layout) for plan in plans), *marks)))
+        width = max(8, min(self._layout_width(first, columns), longest))
         head = ASCII_HEAD if self.is_ascii else box.SIMPLE_HEAD
         table = Table(box=head, padding=(0, 0, 0, 1), pad_edge=False, show_edge=False, border_style="dim")
         table.add_column("", justify="right", no_wrap=True)
@@ -131,6 +133,8 @@ class _ConsoleWriter:
         yield Text.assemble("best: ", (str(plan.layout), "bold"))
         figures = ", ".join(f"{name} {value}" for name, value in plan_labels.key_figures(plan))
         yield Text(self.to_ascii(figures), style="dim")
+        confidence = plan_labels.describe_confidence(plan)
+        yield Text(self.to_ascii(confidence), style="yellow" if plan.extrapolated else "dim")
         yield Text("\ntime of a step by cause", style="bold cyan")
         yield self._bars(plan_labels.largest_first(plan_labels.time_bars(plan)))
         memory = f"\nmemory of {plan_labels.describe_fullest_rank(plan)}: {plan_labels.describe_memory(plan)}"
@@ -190,8 +194,8 @@ class _ConsoleWriter:
 
     def run(self, plan: Plan, command: str) -> Iterator[RenderableType]:
         """How to run it, on lines that a shell joins; or why it cannot be."""
-        if not plan.runnable:
-            yield Text("\nthis plan cannot be run yet", style="bold yellow")
+        if reason := plan_labels.why_not_run(plan):
+            yield Text(f"\n{reason}", style="bold yellow")
         elif command:
             yield Text("\nrun it", style="bold cyan")
             yield Text("\n".join(wrap_command(command, self.width)), style="green", overflow="fold")

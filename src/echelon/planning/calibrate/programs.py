@@ -1,0 +1,84 @@
+"""Programs that train models, and what differs between them besides the work that they do.
+
+A profile says what its program reaches, over a common base (constants.py): how fast its kernels are, what its operators
+between GEMMs move, what its host takes, what its communication hides. No profile belongs to a source of runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PROGRAMS = (
+    "echelon",
+    "plain",
+    "megatron",
+    "megatron-2021",
+    "deepspeed",
+    "torch",
+    "torch-compiled",
+    "xla",
+    "unknown",
+)
+"""Echelon, with its kernels if there is a GPU and the model is one of its own; Echelon on torch's operators alone;
+Megatron-LM and NeMo with flash attention, and before; DeepSpeed and GPT-NeoX; loops of torch with FSDP or DDP, eager
+and compiled; JAX and its compiler; any other"""
+OWN_PROGRAMS = ("echelon", "plain")
+PLANNED_PROGRAMS = tuple(name for name in PROGRAMS if name != "plain")
+"""programs that a plan may be asked for; a run of Echelon without its kernels says so itself"""
+UNBALANCED_CP = ("torch", "torch-compiled")
+"""programs whose context parallelism gives each rank one slice: the last attends to all others, 2 n / (n + 1) times the
+mean"""
+_SCHEDULES = ("gpipe", "1f1b", "interleaved")
+_OTHER_SCHEDULES = {
+    "deepspeed": ("gpipe", "1f1b"),
+    "torch": (*_SCHEDULES, "zb-v", "dualpipe-v"),
+    "torch-compiled": (*_SCHEDULES, "zb-v", "dualpipe-v"),
+}
+LAYOUT_VALUES = {
+    program: {
+        "tp_kind": ("1d",),
+        "schedule": _OTHER_SCHEDULES.get(program, _SCHEDULES),
+        "recompute": ("none", "selective", "full", "every"),
+    }
+    for program in PROGRAMS
+    if program not in OWN_PROGRAMS
+}
+"""values of layout keys that other programs have, where Echelon has more; forks of a program may have more, too"""
+
+
+def attention_kernel(program: str, generation: str) -> str:
+    """The attention kernel of a program on a generation of devices, as in the runs that its profile was fitted to."""
+    if program in OWN_PROGRAMS:
+        return "best"
+    if program == "megatron-2021" or generation == "volta":
+        return "fused"
+    return "flash2" if generation == "ampere" else "best"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramProfile:
+    speed: float = 1.0
+    """of GEMMs and attention, over the shares of the peak that constants.py has"""
+    traffic: float = 1.0
+    """bytes that operators between GEMMs move, over those of fused kernels"""
+    overlap: float = 0.4
+    """share of communication hidden behind compute where it can be: that of tensor parallelism since Hopper, and, once
+    a step, gathers and reductions of data parallelism, behind this share of a microbatch's passes"""
+    step_overhead: float = 0.02
+    """seconds of a step outside all that is counted"""
+
+
+_PROFILES = {
+    "echelon": ProgramProfile(overlap=0.56, step_overhead=0.045),
+    "plain": ProgramProfile(traffic=1.4, overlap=0.56, step_overhead=0.045),
+    "megatron": ProgramProfile(overlap=0.868, step_overhead=0.0848),
+    "megatron-2021": ProgramProfile(speed=1.04, traffic=1.03, overlap=0.278, step_overhead=0.0899),
+    "deepspeed": ProgramProfile(speed=0.902, traffic=0.967, overlap=0.458, step_overhead=0.0208),
+    "torch": ProgramProfile(speed=0.98, traffic=0.895, overlap=0.176, step_overhead=0.0112),
+    "torch-compiled": ProgramProfile(speed=0.99, traffic=1.39, overlap=0.151, step_overhead=0.0064),
+    "xla": ProgramProfile(speed=0.981, traffic=1.3, overlap=0.193, step_overhead=0.0292),
+    "unknown": ProgramProfile(speed=0.981, traffic=1.08, overlap=0.288, step_overhead=0.0263),
+}
+FITTED_PROFILES = tuple(_PROFILES[name] for name in PROGRAMS)
+"""`bench/fit.py` fits them. Megatron's speed and traffic are 1: it is the base. An unknown program has the mean of the
+others; Echelon's were not measured on several devices, and are assumed"""

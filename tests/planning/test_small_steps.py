@@ -1,0 +1,57 @@
+"""Steps of small and odd models, as one H200 took them (bench/small_steps.py), against what the planner predicts."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from echelon.bench import planner_comparison
+from echelon.bench.reference_shapes import reference_model
+from echelon.layout import Layout
+from echelon.planning.cluster import cluster
+from echelon.planning.cost.count_work import count_work
+from echelon.planning.model.model_sources import config_shape
+from echelon.planning.priced_plan import price
+from echelon.planning.scenario import Scenario
+
+BENCH = Path(__file__).parents[2] / "bench"
+STEPS = planner_comparison.read_steps(BENCH / "measured" / "h200-small.json")
+SHORTEST = 0.03
+"""seconds; what Python does once a step makes up most of shorter ones, and is not counted"""
+
+
+def scenario(model: str, seq_len: int, batch: int, **settings) -> Scenario:
+    shape, layout = config_shape(reference_model(model, seq_len)), Layout(microbatch=batch)
+    return Scenario(shape=shape, cluster=cluster.parse_cluster("1xh200"), layout=layout, seq_len=seq_len, **settings)
+
+
+@pytest.mark.parametrize(
+    "step",
+    STEPS,
+    ids=lambda step: f"{step.scenario.shape.name}-{step.scenario.seq_len}x{step.scenario.layout.microbatch}",
+)
+def test_small_steps_take_what_they_took(step):
+    seconds = price(step.scenario).seconds
+    if step.seconds >= SHORTEST:
+        assert seconds == pytest.approx(step.seconds, rel=0.10)
+    else:
+        assert 0.5 < seconds / step.seconds < 1.1
+
+
+def test_a_vocabulary_that_is_not_loaded_by_16_bytes_is_slow():
+    """The head of 50,257 takes 5.7 times as long as that of 50,304 or 50,264 (26.5 + 18.0 + 16.9 ms against 10.7)."""
+
+    def head(vocab: int, **settings) -> float:
+        question = scenario("gpt2-124m", 1024, 32, **settings)
+        work = count_work(replace(question, shape=replace(question.shape, vocab=vocab))).microbatch.head_gemm
+        return float(work.misaligned_flops / work.flops)
+
+    assert head(50_257) > 5
+    assert head(50_304) == head(50_264) == 0
+    assert head(50_257, program="megatron") == 0, "other programs pad it"
+
+
+def test_steps_of_few_tokens_wait_for_the_host():
+    times = price(scenario("gpt2-350m", 512, 4)).times
+    assert times["launches"] > sum(times.values()) / 2
+    assert price(scenario("gpt2-350m", 1024, 64)).times["launches"] < 1e-3
