@@ -55,8 +55,9 @@ class Prior:
 
 PRIORS = {
     # GEMMs of libraries on these devices; a TPU holds its clock
-    **{name: Prior(0.7, 0.15, True) for name in ("volta", "ampere")},
-    **{name: Prior(value, 0.15, True) for name, value in {"hopper": 0.68, "blackwell": 0.55}.items()},
+    "volta": Prior(0.75, 0.1, True),
+    "ampere": Prior(0.7, 0.15, True),
+    **{name: Prior(value, 0.15, True) for name, value in {"hopper": 0.7, "blackwell": 0.55}.items()},
     **{name: Prior(0.58, 0.15, True) for name in ("hopper_fp8", "blackwell_fp8")},
     **{name: Prior(value, 0.15, True) for name, value in {"fp4": 0.45, "accelerator": 0.55, "tpu": 0.85}.items()},
     "edge": Prior(80, 0.4),
@@ -65,14 +66,15 @@ PRIORS = {
     # the papers of flash attention, forward and backward
     "flash1": Prior(0.3, share=True),
     "flash2": Prior(0.42, share=True),
-    "flash2_hopper": Prior(0.35, share=True),
     "best_attention": Prior(0.45, share=True),
     "fused_score_bytes": Prior(12),
     "plain_score_bytes": Prior(30),
     "memory_bandwidth": Prior(0.85, 0.1, True),
     "unfused_norms": Prior(6),
     "cast_bytes": Prior(6),
-    "launch": Prior(3e-4),
+    # steps of few tokens on an H200; what Megatron's update and norm do once a step
+    "launch": Prior(1.2e-3, 0.3),
+    "step_overhead": Prior(0.02, 0.5),
     "launch_experts": Prior(1e-3),
     # nccl-tests
     "intra_node": Prior(0.8, 0.1, True),
@@ -83,21 +85,35 @@ PRIORS = {
     "ep_exposed": Prior(0.5, share=True),
     "pp_exposed": Prior(0.3, share=True),
     "contention": Prior(0.15, share=True),
-    "update_bytes": Prior(24),
+    # Adam reads 16 bytes and writes 14, gradients are zeroed, and read and scaled by their norm
+    "update_bytes": Prior(46, 0.2),
 }
 PROFILE_PRIORS = {
     "speed": Prior(1.0, 0.05),
     "traffic": Prior(1.0, 0.3),
-    "overlap": Prior(0.4, 1.0, True),
-    "step_overhead": Prior(0.02, 1.0),
+    # backward hides reductions as it goes, but not those of the first layers (PyTorch DDP, Megatron)
+    "overlap": Prior(0.6, 0.5, True),
+    "tp_overlap": Prior(0.6, 0.5, True),
 }
+OVERLAPS_TP = ("megatron",)
+"""programs that overlap tensor parallelism with GEMMs; others have none"""
 BASE_PROGRAM = "megatron"
 """whose speed and traffic are 1: the shares of the peak and the bytes are its own"""
+
+
+def _program_prior(program: str, name: str) -> Prior:
+    if (program, name) == ("megatron-2021", "overlap"):
+        return Prior(0.1, 1.0, True)
+    return PROFILE_PRIORS[name]
+
+
 PROGRAM_PRIORS = {
-    f"{program}.{name}": Prior(0.1, 1.0, True) if (program, name) == ("megatron-2021", "overlap") else prior
+    f"{program}.{name}": _program_prior(program, name)
     for program in PROGRAMS
-    for name, prior in PROFILE_PRIORS.items()
-    if program not in (*OWN_PROGRAMS, "unknown") and not (program == BASE_PROGRAM and name in ("speed", "traffic"))
+    for name in PROFILE_PRIORS
+    if program not in (*OWN_PROGRAMS, "unknown")
+    and not (program == BASE_PROGRAM and name in ("speed", "traffic"))
+    and not (name == "tp_overlap" and program not in OVERLAPS_TP)
 }
 SOFT = 0.1
 """residuals are squared up to about this, and taken as they are beyond"""
@@ -138,11 +154,16 @@ class Vector:
         }
         known = [profiles[name] for name in PROGRAMS if name in programs and f"{name}.overlap" in self.priors]
         if known:
-            mean = {key: float(np.exp(np.mean([np.log(getattr(one, key)) for one in known]))) for key in PROFILE_PRIORS}
+            mean = {one.name: _mean([getattr(profile, one.name) for profile in known]) for one in fields(ProgramProfile)}
             for name in PROGRAMS:
                 if (name not in programs and name not in OWN_PROGRAMS) or name == "unknown":
                     profiles[name] = ProgramProfile(**mean)
         return replace(self.start, **values, profiles=tuple(profiles[name] for name in PROGRAMS))
+
+
+def _mean(values: Sequence[float]) -> float:
+    """The geometric mean, or the mean if one of them is 0."""
+    return float(np.exp(np.mean(np.log(values))) if min(values) > 0 else np.mean(values))
 
 
 def _value(prior: Prior, z: float) -> float:
@@ -311,7 +332,7 @@ def show_constants(constants: Constants) -> None:
         if isinstance(value, float):
             print(f"    {one.name}: float = {value:.4g}")
     for name, profile in zip(PROGRAMS, constants.profiles, strict=True):
-        values = ", ".join(f"{key}={getattr(profile, key):.3g}" for key in PROFILE_PRIORS)
+        values = ", ".join(f"{one.name}={getattr(profile, one.name):.3g}" for one in fields(ProgramProfile))
         print(f'    "{name}": ProgramProfile({values}),')
 
 

@@ -59,8 +59,7 @@ def _calibrate(cluster: Cluster, c: Constants) -> Constants:
     device, curves = cluster.device, cluster.curves
     measured: dict[str, Any] = {}
     if device.generation == "cpu":  # it has no device to wait for between steps
-        profiles = tuple(replace(profile, step_overhead=0.0) for profile in c.profiles)
-        measured = {**CPU_CONSTANTS, "profiles": profiles}
+        measured = {**CPU_CONSTANTS, "step_overhead": 0.0}
     if curves is None:
         return replace(c, **measured)
     peak = device.peak("bf16") * device.power_share

@@ -35,7 +35,6 @@ class Constants:
     # attention: share of the 16-bit peak
     flash1: float = 0.29
     flash2: float = 0.375
-    flash2_hopper: float = 0.188
     best_attention: float = 0.398
     blockwise_attention: float = 0.98
     """attention in the blocks of context parallelism, to that in one call, without merging: less than 1, as all but one
@@ -52,10 +51,12 @@ class Constants:
     cast_bytes: float = 3.98
     """bytes moved per element to cast the inputs of low-precision GEMMs"""
     # starting
-    launch_experts: float = 0.00371
+    launch_experts: float = 0.00175
     """seconds more in a layer with experts: sorting tokens, many small kernels, waiting for counts"""
     launch: float = 0.000339
     """seconds of the host to launch a layer's kernels, forward or backward"""
+    step_overhead: float = 0.02
+    """seconds of a step outside all that is counted: launches of the update, waiting for the slowest rank, logging"""
     single_device_share: float = 0.5
     """share of that on a single device"""
     # links

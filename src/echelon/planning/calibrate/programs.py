@@ -28,6 +28,13 @@ PLANNED_PROGRAMS = tuple(name for name in PROGRAMS if name != "plain")
 UNBALANCED_CP = ("torch", "torch-compiled")
 """programs whose context parallelism gives each rank one slice: the last attends to all others, 2 n / (n + 1) times the
 mean"""
+STOPS_EARLY = ("torch", "torch-compiled", "xla")
+"""programs whose recomputation ends with the last tensor that backward needs, without the last GEMM of a layer:
+`early_stop` of torch.utils.checkpoint; XLA drops what jax.checkpoint does not use. Megatron and DeepSpeed checkpoint by
+an autograd function of their own, which runs the layer whole"""
+UNFUSED_CASTS = ("torch", "torch-compiled")
+"""programs that cast the inputs of GEMMs below 16 bits by two kernels, along rows and along columns (torchao);
+Transformer Engine and XLA have one for both"""
 _SCHEDULES = ("gpipe", "1f1b", "interleaved")
 _OTHER_SCHEDULES = {
     "deepspeed": ("gpipe", "1f1b"),
@@ -62,22 +69,24 @@ class ProgramProfile:
     traffic: float = 1.0
     """bytes that operators between GEMMs move, over those of fused kernels"""
     overlap: float = 0.4
-    """share of communication hidden behind compute where it can be: that of tensor parallelism since Hopper, and, once
-    a step, gathers and reductions of data parallelism, behind this share of a microbatch's passes"""
-    step_overhead: float = 0.02
-    """seconds of a step outside all that is counted"""
+    """of a microbatch's passes, the share behind which gathers and reductions that happen once a step are hidden"""
+    tp_overlap: float = 0.0
+    """of the time of tensor parallelism, the share that is hidden behind GEMMs on devices in TP_OVERLAP"""
+    host: float = 1.0
+    """time of the host to launch a layer's kernels, over that of constants.py, which is Megatron's with Transformer
+    Engine: not fitted, but ours with torch's operators (OPERATOR_OVERRIDES), and next to none of a compiled step"""
 
 
 _PROFILES = {
-    "echelon": ProgramProfile(overlap=0.56, step_overhead=0.045),
-    "plain": ProgramProfile(traffic=1.4, overlap=0.56, step_overhead=0.045),
-    "megatron": ProgramProfile(overlap=0.868, step_overhead=0.0848),
-    "megatron-2021": ProgramProfile(speed=1.04, traffic=1.03, overlap=0.278, step_overhead=0.0899),
-    "deepspeed": ProgramProfile(speed=0.902, traffic=0.967, overlap=0.458, step_overhead=0.0208),
-    "torch": ProgramProfile(speed=0.98, traffic=0.895, overlap=0.176, step_overhead=0.0112),
-    "torch-compiled": ProgramProfile(speed=0.99, traffic=1.39, overlap=0.151, step_overhead=0.0064),
-    "xla": ProgramProfile(speed=0.981, traffic=1.3, overlap=0.193, step_overhead=0.0292),
-    "unknown": ProgramProfile(speed=0.981, traffic=1.08, overlap=0.288, step_overhead=0.0263),
+    "echelon": ProgramProfile(overlap=0.56),
+    "plain": ProgramProfile(traffic=1.4, overlap=0.56),
+    "megatron": ProgramProfile(overlap=0.868, tp_overlap=0.8),
+    "megatron-2021": ProgramProfile(speed=1.04, traffic=1.03, overlap=0.278),
+    "deepspeed": ProgramProfile(speed=0.902, traffic=0.967, overlap=0.458),
+    "torch": ProgramProfile(speed=0.98, traffic=0.895, overlap=0.176, host=0.55),
+    "torch-compiled": ProgramProfile(speed=0.99, traffic=1.39, overlap=0.151, host=0.55),
+    "xla": ProgramProfile(speed=0.981, traffic=1.3, overlap=0.193, host=0.1),
+    "unknown": ProgramProfile(speed=0.981, traffic=1.08, overlap=0.288),
 }
 FITTED_PROFILES = tuple(_PROFILES[name] for name in PROGRAMS)
 """`bench/fit.py` fits them. Megatron's speed and traffic are 1: it is the base. An unknown program has the mean of the

@@ -6,7 +6,7 @@ cp_traffic.py counts those of context parallelism, expert_traffic.py those of ex
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from echelon.layout import Layout
 from echelon.layout.collective import Collective
@@ -15,7 +15,7 @@ from echelon.parallel.tp import cost as tp_cost
 from echelon.parallel.tp_grid import cost as tp_grid_cost
 from echelon.planning.cluster.link_time import collective_bytes
 from echelon.planning.cost.activation_memory import partitions_inputs
-from echelon.planning.cost.param_group_traffic import gathered_numel, group_policy, param_groups
+from echelon.planning.cost.param_group_traffic import EXPERT_GROUP, gathered_numel, group_policy, param_groups
 from echelon.planning.cost.recompute_cost import recomputed_layers
 from echelon.planning.model.model_shape import COLUMN_PARALLEL, ROW_PARALLEL, MatmulShape
 from echelon.planning.scenario import Scenario
@@ -75,10 +75,11 @@ def tp_wire_bytes(collectives: Iterable[Collective], layout: Layout) -> float:
     return sum(collective_bytes(item, ranks[item.axis]) for item in collectives)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class DpVolume:
-    """What a step sends over dp: bytes on a rank's links, and collectives."""
+    """What a step sends over one process group of dp: bytes on a rank's links, and collectives."""
 
+    ranks: int = 1
     gathered: float = 0.0
     """of parameters"""
     reduced: float = 0.0
@@ -86,8 +87,18 @@ class DpVolume:
     num_collectives: float = 0.0
 
 
-def dp_volume(scenario: Scenario) -> DpVolume:
-    gathered = reduced = num_collectives = 0.0
+@dataclass(frozen=True, kw_only=True)
+class DpVolumes:
+    """What a step sends over each process group of dp: HSDP has two, and experts have groups of their own."""
+
+    shards: DpVolume = field(default_factory=DpVolume)
+    replicas: DpVolume = field(default_factory=DpVolume)
+    expert_shards: DpVolume = field(default_factory=DpVolume)
+    expert_replicas: DpVolume = field(default_factory=DpVolume)
+
+
+def dp_volumes(scenario: Scenario) -> DpVolumes:
+    volumes = DpVolumes()
     for group, n in param_groups(scenario, 0):
         policy = group_policy(scenario, group)
         numel = group.num_shards * group.shard_numel
@@ -102,12 +113,17 @@ def dp_volume(scenario: Scenario) -> DpVolume:
             # A layer that memory.buffer splits is gathered module by module for recomputation, and once more after it.
             recomputed={group.name} if is_split else (),
         )
-        sizes = {policy.replica_axis: policy.num_replicas}
+        of_experts = group.name == EXPERT_GROUP
+        shards, replicas = volumes.expert_shards if of_experts else volumes.shards, (
+            volumes.expert_replicas if of_experts else volumes.replicas
+        )
+        shards.ranks, replicas.ranks = group.num_shards, policy.num_replicas
         for item in collectives:
-            sent = n * collective_bytes(item, sizes.get(item.axis, group.num_shards))
-            num_collectives += n * item.count
+            volume = replicas if item.op == "all_reduce" else shards
+            sent = n * collective_bytes(item, volume.ranks)
+            volume.num_collectives += n * item.count
             if item.op == "all_gather":
-                gathered += sent
+                volume.gathered += sent
             else:
-                reduced += sent
-    return DpVolume(gathered=gathered, reduced=reduced, num_collectives=num_collectives)
+                volume.reduced += sent
+    return volumes

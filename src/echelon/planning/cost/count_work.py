@@ -13,7 +13,7 @@ from echelon.planning.calibrate.programs import PROGRAMS, UNBALANCED_CP
 from echelon.planning.cluster.cluster import HOST_DEVICES
 from echelon.planning.cluster.link_time import intra_node_latency
 from echelon.planning.cost import step_work
-from echelon.planning.cost.comm_volume import DpVolume, dp_volume, tp_collectives, tp_wire_bytes
+from echelon.planning.cost.comm_volume import DpVolume, DpVolumes, dp_volumes, tp_collectives, tp_wire_bytes
 from echelon.planning.cost.cp_traffic import computed_attention, cp_traffic
 from echelon.planning.cost.elementwise_traffic import elementwise_traffic
 from echelon.planning.cost.expert_traffic import expert_traffic
@@ -195,7 +195,7 @@ def _step_work(scenario: Scenario, microbatch: step_work.MicrobatchWork, include
         microbatch=microbatch,
         weight_bytes=weight_traffic(scenario),
         pipeline=_pipeline_work(scenario),
-        dp=_dp_traffic(scenario, dp_volume(scenario) if include_per_step else DpVolume()),
+        dp=_dp_traffic(scenario, dp_volumes(scenario) if include_per_step else DpVolumes()),
         update=update,
         offload=_offload_work(scenario, offloaded),
     )
@@ -217,18 +217,38 @@ def _pipeline_work(scenario: Scenario) -> step_work.PipelineWork:
     )
 
 
-def _dp_traffic(scenario: Scenario, volume: DpVolume) -> step_work.DpTraffic:
+def _dp_traffic(scenario: Scenario, volumes: DpVolumes) -> step_work.DpTraffic:
+    """Lay the groups of dp over nodes: those that shard have neighbours, those of replicas one rank of each of these.
+
+    Ranks of cp are the innermost of dp; experts are sharded by every (ep x etp)-th rank.
+    """
     layout, per_node = scenario.layout, scenario.cluster.per_node
-    ranks, inner = layout.dp * layout.cp, layout.tp if scenario.rank_order[0] == "pp" else layout.tp * layout.pp
+    ranks, stages = layout.dp * layout.cp, 1 if scenario.rank_order[0] == "pp" else layout.pp
+    inner, expert_inner = layout.tp * stages, layout.ep * layout.etp * stages
     return step_work.DpTraffic(
         ranks=ranks,
+        in_node=inner * ranks <= per_node,
+        ranks_per_node=max(1.0, min(per_node / inner, ranks)),
+        shards=_group_traffic(volumes.shards, inner, per_node),
+        replicas=_group_traffic(volumes.replicas, inner * volumes.shards.ranks, per_node),
+        expert_shards=_group_traffic(volumes.expert_shards, expert_inner, per_node),
+        expert_replicas=_group_traffic(
+            volumes.expert_replicas, expert_inner * volumes.expert_shards.ranks, per_node
+        ),
+        every_microbatch=scenario.sharding_policy.reduce_scatter_every_microbatch,
+        regathers=scenario.sharding_policy.reshards_params,
+    )
+
+
+def _group_traffic(volume: DpVolume, inner: int, per_node: int) -> step_work.GroupTraffic:
+    """Lay a group over nodes whose ranks are `inner` apart."""
+    return step_work.GroupTraffic(
+        ranks=volume.ranks,
+        ranks_per_node=max(1.0, min(per_node / inner, volume.ranks)),
+        in_node=inner * volume.ranks <= per_node,
         gather_bytes=volume.gathered,
         reduce_bytes=volume.reduced,
         num_collectives=volume.num_collectives,
-        in_node=inner * ranks <= per_node,
-        ranks_per_node=max(1.0, min(per_node / inner, ranks)),
-        every_microbatch=scenario.sharding_policy.reduce_scatter_every_microbatch,
-        regathers=scenario.sharding_policy.reshards_params,
     )
 
 

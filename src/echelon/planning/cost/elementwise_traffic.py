@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from echelon.planning.calibrate.programs import UNFUSED_CASTS
 from echelon.planning.cost.step_work import ElementwiseTraffic
 from echelon.planning.model.layer_counts import ShardedCount
 from echelon.planning.scenario import Scenario
 
 BACKWARD_RATIO = 1.5
 """traffic of backward over that of forward, in other programs"""
+CAST_KERNELS = 2.0
+"""that cast the input of a GEMM along its rows and along its columns, where no kernel does both"""
+EXPERT_CASTS = 2.0
+"""the same of grouped GEMMs: each expert's rows are padded to whole blocks of scales, then cast"""
 ELEMENT_BYTES = 2
 """of the elements that `ElementwiseTraffic` counts"""
 
@@ -23,9 +28,15 @@ def _assumed_traffic(scenario: Scenario) -> ElementwiseTraffic:
     """Traffic of other programs, by what the model's shape assumes."""
     layers, tokens, tp = scenario.shape.layers, scenario.tokens, scenario.layout.tp
     load = scenario.expert_load
+    norms = sum(n * tokens * layer.moved_elements / scenario.sp_degree for layer, n in layers)
+    experts = sum(n * tokens * load * layer.moved_elements_experts for layer, n in layers) / tp
+    dense = sum(n * tokens * layer.moved_elements_tp for layer, n in layers) / tp
+    kernels = CAST_KERNELS if scenario.program in UNFUSED_CASTS else 1.0
     return ElementwiseTraffic(
-        norms=sum(n * tokens * layer.moved_elements / scenario.sp_degree for layer, n in layers),
-        other=sum(n * tokens * (one.moved_elements_tp + load * one.moved_elements_experts) / tp for one, n in layers),
+        norms=norms,
+        other=dense + experts,
+        # An element that is written and read counts twice.
+        cast=(kernels * (norms + dense) + EXPERT_CASTS * experts) / 2,
         backward_ratio=BACKWARD_RATIO,
         recompute_ratio=1.0,
         fused_norms=scenario.fused_norms,

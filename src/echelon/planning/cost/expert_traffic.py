@@ -16,17 +16,31 @@ GATE_SCORE_BYTES = 4
 TOKEN_EXCHANGE = "all_to_all"
 """the collective of which busier ranks have more"""
 
+LEAF_NODES = 32
+"""nodes under a leaf switch, in the usual rail-optimized network: 64 ports, half of them down"""
+
 
 def expert_traffic(scenario: Scenario) -> ExpertTraffic:
     """Count what passes the links of the busiest rank, in one microbatch through all layers."""
-    intra_node = inter_node = 0.0
-    num_collectives = 0
+    intra_node = inter_node = beyond_leaf = num_messages = 0.0
+    num_collectives, per_node = 0, scenario.cluster.per_node
     load = scenario.expert_load * _recompute_factor(scenario)
+    ranks = scenario.layout.ep * scenario.layout.etp
+    nodes, inner = ranks / per_node, scenario.layout.ep_inner
     for item, wire, inter_node_share in _link_usage(scenario):
         wire *= load if item.op == TOKEN_EXCHANGE else 1.0
         intra_node, inter_node = intra_node + wire * (1 - inter_node_share), inter_node + wire * inter_node_share
         num_collectives += item.count
-    return ExpertTraffic(intra_node_bytes=intra_node, inter_node_bytes=inter_node, num_collectives=num_collectives)
+        if item.op == TOKEN_EXCHANGE and inter_node_share:
+            beyond_leaf += wire * inter_node_share * max(0.0, 1 - LEAF_NODES / nodes)
+            num_messages += item.count * ((ranks - per_node) if inner == 1 else ranks // inner - 1)
+    return ExpertTraffic(
+        intra_node_bytes=intra_node,
+        inter_node_bytes=inter_node,
+        leaf_bytes=beyond_leaf,
+        num_collectives=num_collectives,
+        num_messages=num_messages,
+    )
 
 
 def all_to_all_bytes_per_token(scenario: Scenario) -> float:

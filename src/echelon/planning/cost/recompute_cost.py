@@ -18,6 +18,7 @@ from echelon.memory.checkpointing.checkpoint_options import LayerMeasurement, ch
 from echelon.memory.checkpointing.cost import GIB, RecomputedLayers, budget_bytes, segment_length, sufficient_budget
 from echelon.memory.checkpointing.knapsack import CheckpointOption, peak_bytes, solve_knapsack
 from echelon.parallel.ep.cost import MAX_LOAD_FACTOR
+from echelon.planning.calibrate.programs import STOPS_EARLY
 from echelon.planning.cost.activation_memory import (
     dropout_mask_bytes,
     layer_input_bytes,
@@ -136,7 +137,23 @@ def recompute_shares(scenario: Scenario) -> RecomputeShares:
         elementwise += core * (elementwise_traffic(scenario).core_recompute_ratio if counted else 0.5)
     # Recomputing materialized attention ends with the probabilities: their product with the values is saved.
     attention = core * (0.5 if counted and scenario.materializes_scores else 1.0)
-    return RecomputeShares(layers=recompute.full_share, attention=attention, elementwise=elementwise, experts=experts)
+    return RecomputeShares(
+        layers=recompute.full_share,
+        attention=attention,
+        elementwise=elementwise,
+        experts=experts,
+        skipped_gemms=_last_gemm_share(scenario) if scenario.program in STOPS_EARLY else 0.0,
+    )
+
+
+def _last_gemm_share(scenario: Scenario) -> float:
+    """Share of the dense GEMMs that is a dense layer's last one, whose output no operator saves."""
+    last = total = 0.0
+    for layer, n in scenario.shape.layers:
+        sizes = [float(matmul.inputs) * matmul.outputs for matmul in layer.matmuls if not matmul.experts]
+        total += n * sum(sizes)
+        last += n * sizes[-1] if sizes and not layer.expert_parameters else 0.0
+    return last / total if total else 0.0
 
 
 def recomputed_layers(scenario: Scenario) -> RecomputedLayers:

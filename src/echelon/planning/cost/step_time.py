@@ -27,12 +27,26 @@ from echelon.planning.calibrate.programs import ProgramProfile
 from echelon.planning.cluster.link_time import exposed_time
 from echelon.planning.cost.cp_time import cp_time
 from echelon.planning.cost.reached_rates import ReachedRates, reached_rates
-from echelon.planning.cost.step_work import HOPPER, GemmWork, MicrobatchWork, Number, StepWork
+from echelon.planning.cost.step_work import (
+    BLACKWELL,
+    HOPPER,
+    NPU,
+    GemmWork,
+    GroupTraffic,
+    MicrobatchWork,
+    Number,
+    StepWork,
+)
 
 PLAIN_ATTENTION, _, FLASH1, FLASH2 = range(4)
 """indices into ATTENTION_KERNELS"""
 NARROW_HEAD_SPEED = 0.8
 """speed of attention with heads below WIDE_HEAD_DIM elements, over that with wider ones"""
+OLD_MMA_SPEED = 0.62
+"""of the peak of Hopper's tensor cores, what Ampere's instructions reach, of which flash attention 2 consists (Luo et
+al. 2024)"""
+TP_OVERLAP = (HOPPER, BLACKWELL, NPU)
+"""generations whose libraries overlap tensor parallelism with GEMMs"""
 GEMM_BACKWARD_RATIO = 2.0
 FLASH_BACKWARD_RATIO = 2.5
 UNFUSED_BACKWARD_RATIO = 2.0
@@ -116,7 +130,7 @@ def microbatch_time(work: StepWork, c: Constants = FITTED_CONSTANTS) -> Microbat
         elementwise=_elementwise_time(m, rates, c) * profile.traffic,
         elementwise_backward_ratio=m.elementwise.backward_ratio,
         weight_traffic=(work.weight_bytes + m.compression_bytes) / rates.memory_bandwidth,
-        kernel_launches=c.launch * m.num_layers + c.launch_experts * m.num_moe_layers,
+        kernel_launches=c.launch * profile.host * m.num_layers + c.launch_experts * m.num_moe_layers,
         head=head + m.loss_bytes / device.memory_bandwidth,
         tp=_exposed_tp_time(m, rates, profile, gemms),
         ep=_exposed_ep_time(m, rates, c),
@@ -144,7 +158,7 @@ def _attention_time(work: MicrobatchWork, rates: ReachedRates, c: Constants, pro
     attention, device = work.attention, work.device
     flash_share = np.select(
         [attention.kernel == FLASH1, attention.kernel == FLASH2],
-        [c.flash1, np.where(device.generation >= HOPPER, c.flash2_hopper, c.flash2)],
+        [c.flash1, c.flash2 * np.where(np.isin(device.generation, (HOPPER, BLACKWELL)), OLD_MMA_SPEED, 1.0)],
         c.best_attention,
     ) * np.where(attention.wide_heads > 0, 1.0, NARROW_HEAD_SPEED)
     per_score = np.where(attention.kernel == PLAIN_ATTENTION, c.plain_score_bytes, c.fused_score_bytes)
@@ -157,7 +171,7 @@ def _attention_time(work: MicrobatchWork, rates: ReachedRates, c: Constants, pro
 def _elementwise_time(work: MicrobatchWork, rates: ReachedRates, c: Constants) -> Number:
     traffic = work.elementwise
     norms = traffic.norms * np.where(traffic.fused_norms > 0, 1.0, c.unfused_norms)
-    cast_bytes = np.where(work.device.low_precision > 0, c.cast_bytes, 0.0) * (traffic.norms + traffic.other) / 2
+    cast_bytes = np.where(work.device.low_precision > 0, c.cast_bytes, 0.0) * traffic.cast
     return (2 * (norms + traffic.other) + cast_bytes) / rates.memory_bandwidth
 
 
@@ -167,15 +181,13 @@ def _exposed_tp_time(work: MicrobatchWork, rates: ReachedRates, profile: Program
     latency = rates.group_latency(np.minimum(tp.ring_ranks, tp.ranks_per_node), tp.ring_ranks / tp.ranks_per_node)
     seconds = np.where(tp.ranks > 1, tp.wire_bytes / bandwidth + latency * tp.num_collectives, 0.0)
     beside = seconds * tp.overlapped_bytes / np.maximum(tp.wire_bytes, 1.0)
-    exposed_share = np.where(work.device.generation < HOPPER, 1.0, 1 - profile.overlap)
+    exposed_share = np.where(np.isin(work.device.generation, TP_OVERLAP), 1 - profile.tp_overlap, 1.0)
     overlapped: Number = exposed_time(beside, (1 + GEMM_BACKWARD_RATIO) * gemms)
     return (seconds - beside) * exposed_share + overlapped
 
 
 def _exposed_ep_time(work: MicrobatchWork, rates: ReachedRates, c: Constants) -> Number:
-    ep = work.ep
-    inside, outside = ep.intra_node_bytes / rates.intra_node_bandwidth, ep.inter_node_bytes / rates.inter_node_bandwidth
-    return (np.maximum(inside, outside) + rates.latency * ep.num_collectives) * c.ep_exposed
+    return rates.all_to_all_time(work.ep) * c.ep_exposed
 
 
 def _p2p_time(work: StepWork, rates: ReachedRates) -> Number:
@@ -188,7 +200,8 @@ def recompute_time(work: StepWork, m: MicrobatchTime) -> Number:
     """Seconds of a microbatch's recomputation."""
     shares = work.microbatch.recompute
     besides = shares.attention * m.attention + shares.elementwise * m.elementwise
-    return shares.layers * m.forward + besides + shares.experts * m.expert_gemms
+    whole = m.forward - shares.skipped_gemms * m.gemms
+    return shares.layers * whole + besides + shares.experts * m.expert_gemms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +265,7 @@ def step_times(work: StepWork, c: Constants = FITTED_CONSTANTS) -> StepTimes:
         dp=_exposed_dp_time(work, c, busy),
         update=_update_time(work, c),
         offload=_offload_time(work, busy, _update_time(work, c)),
-        rest=program_profile(work.microbatch.program, c).step_overhead
+        rest=c.step_overhead
         * np.where(work.dp.ranks * work.microbatch.tp.ranks * pp > 1, 1.0, c.single_device_share),
     )
 
@@ -305,21 +318,32 @@ def _exposed_dp_time(work: StepWork, c: Constants, busy: Number) -> Number:
     """
     dp, device, layers = work.dp, work.microbatch.device, work.microbatch.num_layers
     profile, m = program_profile(work.microbatch.program, c), microbatch_time(work, c)
-    rates, nodes = reached_rates(device, c, profile), dp.ranks / dp.ranks_per_node
-    bandwidth = rates.group_bandwidth(dp.in_node, dp.ranks_per_node, nodes)
-    latency = np.where(dp.ranks > 1, rates.group_latency(dp.ranks_per_node, nodes) * dp.num_collectives, 0.0)
-    total = dp.wire_bytes / bandwidth + latency
-    gather = dp.gather_bytes / np.maximum(dp.wire_bytes, 1.0) * total
-    reduce = total - gather
+    rates = reached_rates(device, c, profile)
+    sharded = [_group_times(group, rates) for group in (dp.shards, dp.expert_shards)]
+    replicated = [_group_times(group, rates, reduces_all=True) for group in (dp.replicas, dp.expert_replicas)]
+    gather, reduce = (sum(times) for times in zip(*sharded, strict=True))
+    all_reduce = sum(seconds for _, seconds in replicated)
+    total = gather + reduce
     forward, backward = (profile.overlap * each * _last_passes(work) for each in (m.forward, m.backward))
-    once = exposed_time(gather, forward) + exposed_time(reduce, backward)
+    once = exposed_time(gather, forward) + exposed_time(reduce + all_reduce, backward)
     early = np.where(dp.regathers > 0, gather / 2, gather)
     forward_share = m.forward / (m.forward + m.backward)
     hidden_early, hidden_late = forward_share * busy, (1 - forward_share) * busy
     every = exposed_time(early, hidden_early) + exposed_time(total - early, hidden_late)
-    every += total / np.maximum(layers, 1) + c.contention * np.minimum(total, busy)
+    every += total * work.pipeline.pp / np.maximum(layers, 1) + c.contention * np.minimum(total, busy)
+    every += exposed_time(all_reduce, backward)
     exposed: Number = np.where(dp.every_microbatch > 0, every, once)
     return exposed
+
+
+def _group_times(group: GroupTraffic, rates: ReachedRates, *, reduces_all: bool = False) -> tuple[Number, Number]:
+    """Seconds of a group's gathers and of its reductions."""
+    nodes = group.ranks / group.ranks_per_node
+    latency = rates.group_latency(group.ranks_per_node, nodes, reduces_all=reduces_all) * group.num_collectives
+    bandwidth = rates.group_bandwidth(group.in_node, group.ranks_per_node, nodes)
+    seconds = np.where(group.ranks > 1, group.wire_bytes / bandwidth + latency, 0.0)
+    gather: Number = group.gather_bytes / np.maximum(group.wire_bytes, 1.0) * seconds
+    return gather, seconds - gather
 
 
 def _update_time(work: StepWork, c: Constants) -> Number:

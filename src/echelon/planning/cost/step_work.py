@@ -94,6 +94,8 @@ class ElementwiseTraffic:
     core_recompute_ratio: Number = 0.0
     """traffic of the operators inside a recomputed attention core, over that of forward"""
     fused_norms: Number = True
+    cast: Number = 0.0
+    """that other programs cast to the dtype of low-precision GEMMs, forward"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +120,11 @@ class ExpertTraffic:
 
     intra_node_bytes: Number = 0.0
     inter_node_bytes: Number = 0.0
+    leaf_bytes: Number = 0.0
+    """of these, what leaves a leaf switch"""
     num_collectives: Number = 0
+    num_messages: Number = 0
+    """to ranks of other nodes"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +160,8 @@ class RecomputeShares:
     """of operators between GEMMs, besides recomputed layers"""
     experts: Number = False
     """of experts, besides recomputed layers: chunked dispatch saves nothing"""
+    skipped_gemms: Number = 0.0
+    """of dense GEMMs, those after the last saved tensor, which is where recomputation stops"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,25 +210,48 @@ class PipelineWork:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GroupTraffic:
+    """What a step sends over one process group of data parallelism."""
+
+    ranks: Number = 1
+    ranks_per_node: Number = 1
+    in_node: Number = True
+    gather_bytes: Number = 0.0
+    """of parameters, on a rank's links"""
+    reduce_bytes: Number = 0.0
+    """of gradients"""
+    num_collectives: Number = 0.0
+
+    @property
+    def wire_bytes(self) -> Number:
+        return self.gather_bytes + self.reduce_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
 class DpTraffic:
     """Gathers of parameters and reductions of gradients, of a step."""
 
     ranks: Number
-    gather_bytes: Number
-    """of parameters, on a rank's links"""
-    reduce_bytes: Number
-    """of gradients"""
-    num_collectives: Number
     in_node: Number
     ranks_per_node: Number
+    shards: GroupTraffic
+    """among the ranks that shard parameters: all-gathers and reduce-scatters"""
+    replicas: GroupTraffic
+    """among those that hold the same shards: all-reduces"""
+    expert_shards: GroupTraffic
+    expert_replicas: GroupTraffic
     every_microbatch: Number
     """1 if gradients are scattered after every microbatch (zero 2 and 3)"""
     regathers: Number
     """1 if parameters are gathered for forward and again for backward (zero 3)"""
 
     @property
+    def groups(self) -> tuple[GroupTraffic, ...]:
+        return self.shards, self.replicas, self.expert_shards, self.expert_replicas
+
+    @property
     def wire_bytes(self) -> Number:
-        return self.gather_bytes + self.reduce_bytes
+        return sum((group.wire_bytes for group in self.groups), start=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
