@@ -14,68 +14,68 @@ from echelon.planning.calibrate.programs import FITTED_PROFILES, ProgramProfile
 @dataclass(frozen=True, kw_only=True)
 class Constants:
     # GEMMs: share of the peak that large ones reach
-    volta: float = 0.77
-    ampere: float = 0.695
-    hopper: float = 0.61
-    blackwell: float = 0.484
+    volta: float = 0.774
+    ampere: float = 0.682
+    hopper: float = 0.588
+    blackwell: float = 0.466
     cpu: float = 0.7
     """assumed, not fitted: there are no published runs on CPUs"""
-    tpu: float = 0.929
-    accelerator: float = 0.463
+    tpu: float = 0.919
+    accelerator: float = 0.469
     """of AMD Instinct and accelerators that are no GPU, whose libraries are younger; few sources measured them"""
-    hopper_fp8: float = 0.576
-    blackwell_fp8: float = 0.65
-    fp4: float = 0.473
-    edge: float = 92
+    hopper_fp8: float = 0.599
+    blackwell_fp8: float = 0.665
+    fp4: float = 0.474
+    edge: float = 77.8
     """elements added to each dimension of a GEMM, for partly filled tiles"""
-    misaligned_gemms: float = 0.519
+    misaligned_gemms: float = 0.54
     """extra time of a GEMM whose dims are not multiples of 64"""
-    expert_edge: float = 222
+    expert_edge: float = 225
     """`edge` of the grouped GEMMs of experts"""
     # attention: share of the 16-bit peak
-    flash1: float = 0.29
-    flash2: float = 0.375
-    best_attention: float = 0.398
+    flash1: float = 0.27
+    flash2: float = 0.343
+    best_attention: float = 0.396
     blockwise_attention: float = 0.98
     """attention in the blocks of context parallelism, to that in one call, without merging: less than 1, as all but one
     block have no mask; published runs say little about it, anything from 0.95 to 1.02 suits them"""
-    fused_score_bytes: float = 10.1
+    fused_score_bytes: float = 11
     """bytes moved per score that is written out, with a fused softmax"""
-    plain_score_bytes: float = 26.6
+    plain_score_bytes: float = 26.8
     """the same with plain operators"""
     # memory
-    memory_bandwidth: float = 0.855
+    memory_bandwidth: float = 0.795
     """share of the memory's bandwidth that operators reach"""
-    unfused_norms: float = 8.74
+    unfused_norms: float = 7.15
     """times the bytes that norms of several kernels move, to those of one"""
-    cast_bytes: float = 3.98
+    cast_bytes: float = 4.12
     """bytes moved per element to cast the inputs of low-precision GEMMs"""
     # starting
-    launch_experts: float = 0.00175
+    launch_experts: float = 0.00162
     """seconds more in a layer with experts: sorting tokens, many small kernels, waiting for counts"""
-    launch: float = 0.000339
+    launch: float = 0.00242
     """seconds of the host to launch a layer's kernels, forward or backward"""
-    step_overhead: float = 0.02
+    step_overhead: float = 0.0247
     """seconds of a step outside all that is counted: launches of the update, waiting for the slowest rank, logging"""
     single_device_share: float = 0.5
     """share of that on a single device"""
     # links
-    intra_node: float = 0.617
+    intra_node: float = 0.725
     """share of the bandwidth inside a node"""
-    inter_node: float = 0.626
+    inter_node: float = 0.666
     """of that between nodes"""
-    hop_intra: float = 3.78e-06
+    hop_intra: float = 3.85e-06
     """seconds that each further device of a node adds to a collective"""
-    hop_inter: float = 1.3e-05
+    hop_inter: float = 1.29e-05
     """the same of each further node"""
-    congestion: float = 0.0139
+    congestion: float = 0.0267
     """share of the bandwidth between nodes that is lost whenever their number doubles"""
-    ep_exposed: float = 0.517
-    pp_exposed: float = 0.31
-    contention: float = 0.148
+    ep_exposed: float = 0.51
+    pp_exposed: float = 0.27
+    contention: float = 0.171
     """share of overlapped communication by which it slows the compute that hides it"""
     # the rest
-    update_bytes: float = 28.6
+    update_bytes: float = 52.6
     """bytes moved per parameter by the update"""
     # memory
     activation_slack: float = 0.2
@@ -90,8 +90,8 @@ class Constants:
     """of programs, in the order of PROGRAMS"""
     # how sure: four of five runs lie within this logarithm of the prediction, by constants that never saw their source
     # or their program (the mean of both widths: runs to come are of known programs and of others)
-    spread: float = 0.188
-    spread_experts: float = 0.295
+    spread: float = 0.183
+    spread_experts: float = 0.333
     """of MoE models"""
     spread_own: float = 0.11
     """of Echelon on one device, whose kernels were measured"""

@@ -80,13 +80,13 @@ class ProgramProfile:
 _PROFILES = {
     "echelon": ProgramProfile(overlap=0.56),
     "plain": ProgramProfile(traffic=1.4, overlap=0.56),
-    "megatron": ProgramProfile(overlap=0.868, tp_overlap=0.8),
-    "megatron-2021": ProgramProfile(speed=1.04, traffic=1.03, overlap=0.278),
-    "deepspeed": ProgramProfile(speed=0.902, traffic=0.967, overlap=0.458),
-    "torch": ProgramProfile(speed=0.98, traffic=0.895, overlap=0.176, host=0.55),
-    "torch-compiled": ProgramProfile(speed=0.99, traffic=1.39, overlap=0.151, host=0.55),
-    "xla": ProgramProfile(speed=0.981, traffic=1.3, overlap=0.193, host=0.1),
-    "unknown": ProgramProfile(speed=0.981, traffic=1.08, overlap=0.288),
+    "megatron": ProgramProfile(overlap=0.778, tp_overlap=0.758),
+    "megatron-2021": ProgramProfile(speed=1.05, traffic=1.4, overlap=0.202),
+    "deepspeed": ProgramProfile(speed=0.911, traffic=0.94, overlap=0.601),
+    "torch": ProgramProfile(speed=0.987, traffic=0.798, overlap=0.583, host=0.55),
+    "torch-compiled": ProgramProfile(traffic=1.09, overlap=0.683, host=0.55),
+    "xla": ProgramProfile(speed=0.963, traffic=1.39, overlap=0.581, host=0.1),
+    "unknown": ProgramProfile(speed=0.985, traffic=1.08, overlap=0.529, tp_overlap=0.126, host=0.558),
 }
 FITTED_PROFILES = tuple(_PROFILES[name] for name in PROGRAMS)
 """`bench/fit.py` fits them. Megatron's speed and traffic are 1: it is the base. An unknown program has the mean of the
