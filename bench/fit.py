@@ -159,7 +159,9 @@ class Vector:
         }
         known = [profiles[name] for name in PROGRAMS if name in programs and f"{name}.overlap" in self.priors]
         if known:
-            mean = {one.name: _mean([getattr(profile, one.name) for profile in known]) for one in fields(ProgramProfile)}
+            mean = {
+                one.name: _mean([getattr(profile, one.name) for profile in known]) for one in fields(ProgramProfile)
+            }
             for name in PROGRAMS:
                 if (name not in programs and name not in OWN_PROGRAMS) or name == "unknown":
                     profiles[name] = ProgramProfile(**mean)

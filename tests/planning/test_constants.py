@@ -156,7 +156,13 @@ PROFILE_RESPONDS = {
     "tp_overlap": (case(), "tp", -1),
     "host": (case(model="llama-1b", seq_len=256), "launches", 1),
 }
-PROFILE_PLAUSIBLE = {"speed": (0.8, 1.2), "traffic": (0.5, 2), "overlap": (0.05, 0.95), "tp_overlap": (0, 0.95), "host": (0.05, 1)}
+PROFILE_PLAUSIBLE = {
+    "speed": (0.8, 1.2),
+    "traffic": (0.5, 2),
+    "overlap": (0.05, 0.95),
+    "tp_overlap": (0, 0.95),
+    "host": (0.05, 1),
+}
 OVERLAPS_TP = ("megatron", "unknown")
 
 

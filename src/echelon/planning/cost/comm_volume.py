@@ -114,8 +114,9 @@ def dp_volumes(scenario: Scenario) -> DpVolumes:
             recomputed={group.name} if is_split else (),
         )
         of_experts = group.name == EXPERT_GROUP
-        shards, replicas = volumes.expert_shards if of_experts else volumes.shards, (
-            volumes.expert_replicas if of_experts else volumes.replicas
+        shards, replicas = (
+            volumes.expert_shards if of_experts else volumes.shards,
+            (volumes.expert_replicas if of_experts else volumes.replicas),
         )
         shards.ranks, replicas.ranks = group.num_shards, policy.num_replicas
         for item in collectives:

@@ -232,9 +232,7 @@ def _dp_traffic(scenario: Scenario, volumes: DpVolumes) -> step_work.DpTraffic:
         shards=_group_traffic(volumes.shards, inner, per_node),
         replicas=_group_traffic(volumes.replicas, inner * volumes.shards.ranks, per_node),
         expert_shards=_group_traffic(volumes.expert_shards, expert_inner, per_node),
-        expert_replicas=_group_traffic(
-            volumes.expert_replicas, expert_inner * volumes.expert_shards.ranks, per_node
-        ),
+        expert_replicas=_group_traffic(volumes.expert_replicas, expert_inner * volumes.expert_shards.ranks, per_node),
         every_microbatch=scenario.sharding_policy.reduce_scatter_every_microbatch,
         regathers=scenario.sharding_policy.reshards_params,
     )

@@ -265,8 +265,7 @@ def step_times(work: StepWork, c: Constants = FITTED_CONSTANTS) -> StepTimes:
         dp=_exposed_dp_time(work, c, busy),
         update=_update_time(work, c),
         offload=_offload_time(work, busy, _update_time(work, c)),
-        rest=c.step_overhead
-        * np.where(work.dp.ranks * work.microbatch.tp.ranks * pp > 1, 1.0, c.single_device_share),
+        rest=c.step_overhead * np.where(work.dp.ranks * work.microbatch.tp.ranks * pp > 1, 1.0, c.single_device_share),
     )
 
 
