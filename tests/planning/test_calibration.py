@@ -64,7 +64,8 @@ def test_products_give_the_share_and_the_edge_back(kind, generation):
         "edge": FITTED_CONSTANTS.edge,
         "context_gib": FITTED_CONSTANTS.context_gib,
     }
-    assert replace(found, **others, profiles=FITTED_CONSTANTS.profiles) == FITTED_CONSTANTS
+    overhead = FITTED_CONSTANTS.step_overhead  # 0 on a CPU
+    assert replace(found, **others, step_overhead=overhead) == FITTED_CONSTANTS
 
 
 def test_products_that_differ_too_little_keep_the_usual_edge():
@@ -137,8 +138,7 @@ def test_a_cpu_has_its_measured_peaks():
     plain = case("2xcpu", "dp=2", model="llama-tiny")
     fast = replace(FITTED_CONSTANTS, blackwell=0.99)
     assert price(plain, fast).seconds == price(plain).seconds
-    idle = tuple(replace(profile, step_overhead=0.0) for profile in FITTED_CONSTANTS.profiles)
-    assert calibrate(plain.cluster) == replace(FITTED_CONSTANTS, **CPU_CONSTANTS, profiles=idle)
+    assert calibrate(plain.cluster) == replace(FITTED_CONSTANTS, **CPU_CONSTANTS, step_overhead=0.0)
     assert price(plain).memory.total < 1 << 30
 
 
