@@ -26,10 +26,11 @@ from echelon.planning.scenario import Scenario
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32, 64)
 RECOMPUTE = ("none", "selective", "full")
+MEGATRON_RECOMPUTE = ("none", "ops", "selective", "full")
 """from the fastest to what saves the most"""
 MAX_CHUNKS = 5
 """of a rank: more are rarely worth their transfers"""
-CHOSEN_KEYS = ("microbatch", "recompute", "vpp", "zero")
+CHOSEN_KEYS = ("microbatch", "recompute", "offload", "vpp", "zero")
 
 
 def best_choice(scenario: Scenario, blanks: Collection[str], sequences: int) -> tuple[Scenario, dict[str, int | str]]:
@@ -52,15 +53,18 @@ def best_choice(scenario: Scenario, blanks: Collection[str], sequences: int) -> 
 def _layouts(scenario: Scenario, blanks: Collection[str], sequences: int) -> Iterator[Layout]:
     layout = scenario.layout
     sizes = [size for size in MICROBATCHES if sequences % size == 0] if "microbatch" in blanks else [layout.microbatch]
-    saved = RECOMPUTE[RECOMPUTE.index(layout.recompute) :] if "recompute" in blanks else [layout.recompute]
+    policies = MEGATRON_RECOMPUTE if scenario.program == "megatron" else RECOMPUTE
+    saved = policies[policies.index(layout.recompute) :] if "recompute" in blanks else [layout.recompute]
+    offloads = ("none", "activations") if "offload" in blanks else (layout.offload,)
     chunks = _chunks(scenario) if "vpp" in blanks else [layout.vpp]
     for size in sizes:
         for vpp in chunks:
             schedule = layout.schedule if "vpp" not in blanks else "interleaved" if vpp > 1 else "1f1b"
             for recompute in saved:
                 for zero in (1, 0) if "zero" in blanks else (layout.zero,):
-                    keys = {"microbatch": size, "accumulate": max(1, sequences // size), "recompute": recompute}
-                    yield layout.replace(**keys, schedule=schedule, vpp=vpp, zero=zero)
+                    for offload in offloads:
+                        keys = {"microbatch": size, "accumulate": max(1, sequences // size), "recompute": recompute}
+                        yield layout.replace(**keys, schedule=schedule, vpp=vpp, zero=zero, offload=offload)
 
 
 def _chunks(scenario: Scenario) -> list[int]:

@@ -23,6 +23,7 @@ from echelon.planning.cost.program_memory import (
     SAVED_OUTPUT_PROGRAMS,
     activation_factor_elements,
     program_memory,
+    recomputed_module_elements,
     saved_output_elements,
 )
 from echelon.planning.model.layer_counts import NORM_STAT_BYTES, LayerCounts
@@ -54,6 +55,8 @@ def saved_tensor_bytes(scenario: Scenario, layer: LayerShape, form: str = "none"
     elements += 0 if scenario.fused_norms else FITTED_CONSTANTS.unfused_norm_saved * scenario.shape.width / sp_degree
     precision_share = LOW_PRECISION_SAVED if scenario.is_low_precision else 1.0
     form_share = 1 - ELEMENTWISE_SHARE if "ops" in form else 1.0
+    if "ops" in form and scenario.program == "megatron":
+        form_share = 1 - recomputed_module_elements(scenario, layer) / elements
     return form_share * elements * scenario.tokens * scenario.element_bytes * precision_share
 
 

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from echelon.parallel.ep.cost import MAX_LOAD_FACTOR
 from echelon.planning.calibrate.constants import Constants
-from echelon.planning.model.model_shape import COLUMN_PARALLEL, LayerShape, MatmulShape
+from echelon.planning.model.model_shape import COLUMN_PARALLEL, ROW_PARALLEL, LayerShape, MatmulShape
 from echelon.planning.scenario import Scenario
 
 PER_OPERATOR_PROGRAMS = ("torch", "torch-compiled")
@@ -31,8 +32,8 @@ SAVED_OUTPUT_PROGRAMS = (*PER_OPERATOR_PROGRAMS, "xla")
 """programs whose `selective` saves outputs of GEMMs, by the notes above"""
 TORCH_GRADIENT_BYTES = 4
 """of a gradient where parameters are float32 shards, which gradients are too"""
-DEEPSPEED_GRADIENT_BYTES = {"bf16": 6, "fp16": 2}
-"""DeepSpeed's bf16 optimizer sums 16-bit gradients into float32 ones, and keeps both"""
+DEEPSPEED_BF16_PIPELINE_BYTES = 6
+"""of a gradient in pipelines of DeepSpeed in bf16, whose optimizer sums gradients in float32 and keeps both"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,7 @@ PROGRAM_MEMORY = {
     "megatron": ProgramMemory(),
     "megatron-2021": ProgramMemory(backward_working=4.0),
     "deepspeed": ProgramMemory(activation_slack=0.35, backward_working=4.0),
-    "torch": ProgramMemory(saves_activation_factor=True),
+    "torch": ProgramMemory(logit_bytes=6.0, saves_activation_factor=True),
     "torch-compiled": ProgramMemory(),
     "xla": ProgramMemory(backward_working=1.0, logit_bytes=6.0, context_gib=0.5, gathers_single_gemms=True),
 }
@@ -74,15 +75,20 @@ def program_memory(scenario: Scenario, c: Constants) -> ProgramMemory:
 def program_gradient_bytes(scenario: Scenario) -> float:
     """Bytes of a gradient, in all its copies, in the buffers of other programs."""
     if scenario.program == "deepspeed":
-        return DEEPSPEED_GRADIENT_BYTES.get(scenario.precision, scenario.gradient_bytes)
+        return DEEPSPEED_BF16_PIPELINE_BYTES if _has_bf16_optimizer(scenario) else scenario.element_bytes
     if scenario.program in PER_OPERATOR_PROGRAMS and scenario.sharding_policy.reshards_params:
         return TORCH_GRADIENT_BYTES
     return scenario.gradient_bytes
 
 
 def shards_states(scenario: Scenario) -> bool:
-    """Whether optimizer states are sharded over data-parallel ranks at every ZeRO stage: DeepSpeed's are in bf16."""
-    return scenario.layout.zero > 0 or (scenario.program == "deepspeed" and scenario.precision == "bf16")
+    """Whether optimizer states are sharded over data-parallel ranks: by DeepSpeed's bf16 optimizer at every stage."""
+    return scenario.layout.zero > 0 or _has_bf16_optimizer(scenario)
+
+
+def _has_bf16_optimizer(scenario: Scenario) -> bool:
+    """Whether DeepSpeed uses its optimizer for bf16, as it does in pipelines; otherwise that of ZeRO, in 16 bits."""
+    return scenario.program == "deepspeed" and scenario.precision == "bf16" and scenario.layout.pp > 1
 
 
 def recomputed_gemm_share(layer: LayerShape) -> float:
@@ -95,6 +101,20 @@ def last_gemm_share(layer: LayerShape) -> float:
     """Share of a layer's GEMM FLOPs in its last GEMM."""
     flops = [matmul.inputs * outputs * matmul.token_share for matmul, outputs in _single_gemms(layer)]
     return flops[-1] / max(1.0, sum(flops)) if flops else 0.0
+
+
+def recomputed_module_elements(scenario: Scenario, layer: LayerShape) -> float:
+    """Elements per token that `ops` saves of Megatron's layers, whose `recompute_modules` are norms, activations and
+    MLA's up-projections: outputs of both norms, what the last GEMM reads, and queries, keys and values of MLA."""
+    layout, attention = scenario.layout, layer.attention
+    elements = 2.0 * scenario.shape.width / scenario.sp_degree
+    load = min(scenario.expert_load, MAX_LOAD_FACTOR)
+    for matmul in layer.matmuls:
+        if matmul.split == ROW_PARALLEL and matmul.name == "down":
+            elements += matmul.token_share * matmul.inputs * (load if matmul.experts else 1.0) / layout.tp
+    if attention is not None and attention.latent_width:
+        elements += attention.heads * (2 * attention.head_dim + attention.value_dim) / layout.tp
+    return elements
 
 
 def activation_factor_elements(layer: LayerShape) -> float:
