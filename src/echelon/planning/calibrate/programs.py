@@ -38,7 +38,7 @@ LAYOUT_VALUES = {
     program: {
         "tp_kind": ("1d",),
         "schedule": _OTHER_SCHEDULES.get(program, _SCHEDULES),
-        "recompute": ("none", "selective", "full", "every"),
+        "recompute": ("none", "selective", "full", "every", *(("ops",) if program == "megatron" else ())),
     }
     for program in PROGRAMS
     if program not in OWN_PROGRAMS

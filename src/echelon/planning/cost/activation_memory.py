@@ -20,6 +20,7 @@ from echelon.pipeline.schedules import FAMILIES
 from echelon.planning.calibrate.constants import FITTED_CONSTANTS
 from echelon.planning.cost.cp_traffic import saved_cp_bytes
 from echelon.planning.cost.program_memory import (
+    RECOMPUTED_MODULE_PROGRAMS,
     SAVED_OUTPUT_PROGRAMS,
     activation_factor_elements,
     program_memory,
@@ -55,7 +56,7 @@ def saved_tensor_bytes(scenario: Scenario, layer: LayerShape, form: str = "none"
     elements += 0 if scenario.fused_norms else FITTED_CONSTANTS.unfused_norm_saved * scenario.shape.width / sp_degree
     precision_share = LOW_PRECISION_SAVED if scenario.is_low_precision else 1.0
     form_share = 1 - ELEMENTWISE_SHARE if "ops" in form else 1.0
-    if "ops" in form and scenario.program == "megatron":
+    if "ops" in form and scenario.program in RECOMPUTED_MODULE_PROGRAMS:
         form_share = 1 - recomputed_module_elements(scenario, layer) / elements
     return form_share * elements * scenario.tokens * scenario.element_bytes * precision_share
 

@@ -32,6 +32,8 @@ SAVED_OUTPUT_PROGRAMS = (*PER_OPERATOR_PROGRAMS, "xla")
 """programs whose `selective` saves outputs of GEMMs, by the notes above"""
 TORCH_GRADIENT_BYTES = 4
 """of a gradient where parameters are float32 shards, which gradients are too"""
+RECOMPUTED_MODULE_PROGRAMS = ("megatron",)
+"""programs whose `ops` is the recomputation of norms, activations and up-projections, module by module"""
 DEEPSPEED_BF16_PIPELINE_BYTES = 6
 """of a gradient in pipelines of DeepSpeed in bf16, whose optimizer sums gradients in float32 and keeps both"""
 

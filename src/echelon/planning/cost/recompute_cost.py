@@ -10,6 +10,7 @@ but would wait for that one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -28,6 +29,7 @@ from echelon.planning.cost.activation_memory import (
     score_bytes,
 )
 from echelon.planning.cost.elementwise_traffic import elementwise_traffic
+from echelon.planning.cost.program_memory import PER_OPERATOR_PROGRAMS, last_gemm_share, recomputed_gemm_share
 from echelon.planning.cost.step_work import RecomputeShares
 from echelon.planning.model.model_shape import LayerShape
 from echelon.planning.scenario import FULL_LAYER_POLICIES, Scenario
@@ -130,13 +132,30 @@ def recompute_shares(scenario: Scenario) -> RecomputeShares:
     if scenario.layout.recompute == "none":
         return RecomputeShares(experts=experts)
     recompute, counted = recompute_plan(scenario), scenario.has_layer_counts
+    if scenario.program in PER_OPERATOR_PROGRAMS and scenario.layout.recompute == "selective":
+        return RecomputeShares(gemms=_gemm_share(scenario, recomputed_gemm_share), elementwise=1.0, experts=experts)
+    # A compiled backward does not recompute the last GEMM of a layer, whose output it does not read.
+    skipped = _gemm_share(scenario, last_gemm_share) if scenario.program == "torch-compiled" else 0.0
     ops, core = recompute.share("ops"), recompute.share("selective")
     elementwise = ops * elementwise_traffic(scenario, recompute_ops=True).recompute_ratio if ops else 0.0
     if core:
         elementwise += core * (elementwise_traffic(scenario).core_recompute_ratio if counted else 0.5)
     # Recomputing materialized attention ends with the probabilities: their product with the values is saved.
     attention = core * (0.5 if counted and scenario.materializes_scores else 1.0)
-    return RecomputeShares(layers=recompute.full_share, attention=attention, elementwise=elementwise, experts=experts)
+    return RecomputeShares(
+        layers=recompute.full_share,
+        attention=attention,
+        elementwise=elementwise,
+        gemms=-recompute.full_share * skipped,
+        experts=experts,
+    )
+
+
+def _gemm_share(scenario: Scenario, layer_share: Callable[[LayerShape], float]) -> float:
+    """Share of the FLOPs of all layers' GEMMs, from that of each layer."""
+    flops = [n * sum(matmul.flops for matmul in layer.matmuls) for layer, n in scenario.shape.layers]
+    shares = [layer_share(layer) for layer, _ in scenario.shape.layers]
+    return sum(share * count for share, count in zip(shares, flops, strict=True)) / max(1.0, sum(flops))
 
 
 def recomputed_layers(scenario: Scenario) -> RecomputedLayers:

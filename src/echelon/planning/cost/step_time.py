@@ -188,6 +188,7 @@ def recompute_time(work: StepWork, m: MicrobatchTime) -> Number:
     """Seconds of a microbatch's recomputation."""
     shares = work.microbatch.recompute
     besides = shares.attention * m.attention + shares.elementwise * m.elementwise
+    besides += shares.gemms * (m.gemms + m.expert_gemms)
     return shares.layers * m.forward + besides + shares.experts * m.expert_gemms
 
 

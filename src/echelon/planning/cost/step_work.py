@@ -152,6 +152,8 @@ class RecomputeShares:
     """of attention, besides recomputed layers"""
     elementwise: Number = 0.0
     """of operators between GEMMs, besides recomputed layers"""
+    gemms: Number = 0.0
+    """of GEMMs, besides recomputed layers; negative where these leave some out"""
     experts: Number = False
     """of experts, besides recomputed layers: chunked dispatch saves nothing"""
 

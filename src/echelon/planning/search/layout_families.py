@@ -15,6 +15,7 @@ from echelon.layout import Layout
 from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.layout.rules import head_parallel_size
 from echelon.planning.cost.expert_traffic import choose_ep_inner
+from echelon.planning.cost.program_memory import RECOMPUTED_MODULE_PROGRAMS, SAVED_OUTPUT_PROGRAMS
 from echelon.planning.scenario import PlanRequest
 
 MAX_VPP = 8
@@ -94,8 +95,11 @@ def _recompute_policies(request: PlanRequest) -> list[str]:
     # What `ops` saves is counted for Echelon's models alone, and compression cannot compress what it recomputes from.
     if request.has_counted_layers and not request.memory_options.compresses:
         policies.insert(1, "ops")
-    # Without materialized scores `selective` saves next to nothing.
-    return [*policies, "selective"] if request.scenario(Layout()).materializes_scores else policies
+    if request.program in RECOMPUTED_MODULE_PROGRAMS:
+        policies.insert(1, "ops")
+    # Without materialized scores `selective` saves next to nothing, but for programs that save outputs of GEMMs.
+    saves = request.scenario(Layout()).materializes_scores or request.program in SAVED_OUTPUT_PROGRAMS
+    return [*policies, "selective"] if saves else policies
 
 
 def _pipelines(request: PlanRequest, family: LayoutFamily, world: int) -> Iterator[LayoutBranch]:
