@@ -55,6 +55,12 @@ def attention_kernel(program: str, generation: str) -> str:
     return "flash2" if generation == "ampere" else "best"
 
 
+def reduced_gradient_bytes(program: str, generation: str) -> int:
+    """Bytes of a gradient that a program reduces: 16 bits in DeepSpeed, and in the recipes of NeMo and Megatron-Bridge
+    since Hopper."""
+    return 2 if program == "deepspeed" or (program == "megatron" and generation in ("hopper", "blackwell")) else 4
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProgramProfile:
     speed: float = 1.0

@@ -40,6 +40,7 @@ from echelon.layout.validation_error import ValidationError
 from echelon.models.attention_config import MLAConfig
 from echelon.models.model_spec import ModelSpec, MoESpec
 from echelon.planning.calibrate.best_choice import best_choice
+from echelon.planning.calibrate.programs import reduced_gradient_bytes
 from echelon.planning.calibrate.row_texts import device_kind, gemm_precision, link_bandwidth, named_program
 from echelon.planning.cluster.cluster import DISK_BANDWIDTH, HOST_MEMORY, Cluster, NodeGroup
 from echelon.planning.cluster.device_kinds import GIB, DeviceKind
@@ -187,14 +188,14 @@ def _blank_keys(row: Mapping[str, str], scenario: Scenario) -> list[str]:
 
 
 def _reduce_bytes(note: str, zero: int, precision: str, program: str, device: DeviceKind) -> int:
-    """Bytes of a gradient that is reduced. NeMo's and Megatron-Bridge's recipes reduce in 16 bits since Hopper."""
+    """Bytes of a gradient that is reduced."""
     if "fp32 grad" in note:
         return 4
     if zero >= 2 or device.generation == "volta":
         return 2
     if device.generation == "ampere":
         return 4 if precision == "fp16" else 2
-    return 2 if program == "megatron" and device.generation in ("hopper", "blackwell") else 4
+    return reduced_gradient_bytes(program, device.generation)
 
 
 def parse_runs(rows: Iterable[Mapping[str, str]]) -> tuple[list[PublishedRun], dict[str, int]]:

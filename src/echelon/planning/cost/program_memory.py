@@ -57,7 +57,7 @@ class ProgramMemory:
 
 
 PROGRAM_MEMORY = {
-    "megatron": ProgramMemory(),
+    "megatron": ProgramMemory(logit_bytes=6.0),
     "megatron-2021": ProgramMemory(backward_working=4.0),
     "deepspeed": ProgramMemory(activation_slack=0.35, backward_working=4.0),
     "torch": ProgramMemory(logit_bytes=6.0, saves_activation_factor=True),
