@@ -75,7 +75,10 @@ def _doubts(scenario: Scenario) -> Iterator[tuple[str, float]]:
     elif scenario.is_own and layout.world > 1:
         yield "Echelon was measured on one device alone", 1.0
     if layout.world > MAX_MEASURED_DEVICES:
-        yield f"runs of up to {MAX_MEASURED_DEVICES:,} devices were measured", is_far(layout.world, MAX_MEASURED_DEVICES)
+        yield (
+            f"runs of up to {MAX_MEASURED_DEVICES:,} devices were measured",
+            is_far(layout.world, MAX_MEASURED_DEVICES),
+        )
     if scenario.seq_len > MAX_MEASURED_SEQ_LEN:
         reason = f"sequences of up to {MAX_MEASURED_SEQ_LEN:,} tokens were measured"
         yield reason, is_far(scenario.seq_len, MAX_MEASURED_SEQ_LEN)

@@ -176,12 +176,18 @@ def parse_run(row: Mapping[str, str]) -> PublishedRun:
 def _blank_keys(row: Mapping[str, str], scenario: Scenario) -> list[str]:
     """Keys of the layout that a row leaves out and its program has a choice of."""
     layout, generation = scenario.layout, scenario.cluster.device.generation
-    interleaves = layout.pp > 1 and scenario.program in ("megatron", "torch", "torch-compiled") and generation not in ("volta", "ampere")
+    interleaves = (
+        layout.pp > 1
+        and scenario.program in ("megatron", "torch", "torch-compiled")
+        and generation not in ("volta", "ampere")
+    )
     choices = {
         "microbatch": not row.get("micro_batch"),
         "recompute": not row.get("recompute"),
         "vpp": interleaves and not row.get("vpp") and not row.get("schedule"),
-        "offload": scenario.program == "megatron" and not row.get("recompute") and generation in ("hopper", "blackwell"),
+        "offload": scenario.program == "megatron"
+        and not row.get("recompute")
+        and generation in ("hopper", "blackwell"),
         "zero": not row.get("zero_stage") and layout.dp > 1 and generation != "volta",
     }
     return [key for key, is_open in choices.items() if is_open]

@@ -68,9 +68,7 @@ PROGRAM_MEMORY = {
 
 def program_memory(scenario: Scenario, c: Constants) -> ProgramMemory:
     """How the program of a scenario allocates; an unknown one as the least frugal that was measured."""
-    unknown = ProgramMemory(
-        activation_slack=c.activation_slack, backward_working=c.backward_working, logit_bytes=12.0
-    )
+    unknown = ProgramMemory(activation_slack=c.activation_slack, backward_working=c.backward_working, logit_bytes=12.0)
     return PROGRAM_MEMORY.get(scenario.program, unknown)
 
 

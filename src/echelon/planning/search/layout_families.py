@@ -14,6 +14,7 @@ from itertools import product
 from echelon.layout import Layout
 from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.layout.rules import head_parallel_size
+from echelon.planning.calibrate.programs import OWN_PROGRAMS
 from echelon.planning.cost.expert_traffic import choose_ep_inner
 from echelon.planning.cost.program_memory import RECOMPUTED_MODULE_PROGRAMS, SAVED_OUTPUT_PROGRAMS
 from echelon.planning.scenario import PlanRequest
@@ -219,7 +220,9 @@ def _zero_options(request: PlanRequest, dp: int, family: LayoutFamily, pp: int) 
     group, experts = in_node * family.tp * family.cp, family.ep * int(request.fixed.get("etp", 1))
     fits = 1 < in_node < dp and not dp % in_node and (not group % experts or not experts % group)
     hsdp = [{"zero": 3, "shard": in_node}] if fits else []
-    return [{"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3}, *hsdp]
+    # Other programs reduce once a step under a pipeline: zero=2 is zero=1 there.
+    stages = (0, 1, 3) if pp > 1 and request.program not in OWN_PROGRAMS else (0, 1, 2, 3)
+    return [*({"zero": zero} for zero in stages), *hsdp]
 
 
 def _ep_degrees(request: PlanRequest, world: int) -> list[tuple[int, int]]:
