@@ -1,7 +1,8 @@
 """The keys of a layout that a published run leaves out, as the planner chooses them: the fastest that fits.
 
     microbatch    powers of two that divide the sequences of a rank
-    recompute     what the run's program has, from `none` to `full`
+    recompute     what the run's program has, from `none` to `full`; Megatron's `ops` recomputes single modules
+    offload       none, or of activations, as NeMo's recipes do where the host's link is fast
     schedule      1F1B, or interleaved in the chunks that Megatron's stages divide into, the embedding and the head
                   counted as layers if the layers alone do not divide
     zero          0 or 1, where the program has both
@@ -12,8 +13,9 @@ wrong about the run, which ran: it is priced with the choice that needs the leas
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 
@@ -52,19 +54,19 @@ def best_choice(scenario: Scenario, blanks: Collection[str], sequences: int) -> 
 
 def _layouts(scenario: Scenario, blanks: Collection[str], sequences: int) -> Iterator[Layout]:
     layout = scenario.layout
-    sizes = [size for size in MICROBATCHES if sequences % size == 0] if "microbatch" in blanks else [layout.microbatch]
     policies = MEGATRON_RECOMPUTE if scenario.program == "megatron" else RECOMPUTE
-    saved = policies[policies.index(layout.recompute) :] if "recompute" in blanks else [layout.recompute]
-    offloads = ("none", "activations") if "offload" in blanks else (layout.offload,)
-    chunks = _chunks(scenario) if "vpp" in blanks else [layout.vpp]
-    for size in sizes:
-        for vpp in chunks:
-            schedule = layout.schedule if "vpp" not in blanks else "interleaved" if vpp > 1 else "1f1b"
-            for recompute in saved:
-                for zero in (1, 0) if "zero" in blanks else (layout.zero,):
-                    for offload in offloads:
-                        keys = {"microbatch": size, "accumulate": max(1, sequences // size), "recompute": recompute}
-                        yield layout.replace(**keys, schedule=schedule, vpp=vpp, zero=zero, offload=offload)
+    options: dict[str, Sequence[int | str]] = {
+        "microbatch": [size for size in MICROBATCHES if sequences % size == 0],
+        "vpp": _chunks(scenario),
+        "recompute": policies[policies.index(layout.recompute) :] if layout.recompute in policies else (),
+        "zero": (1, 0),
+        "offload": ("none", "activations"),
+    }
+    keys = [key for key in options if key in blanks]
+    for values in product(*(options[key] for key in keys)):
+        chosen = layout.replace(**dict(zip(keys, values, strict=True)))
+        schedule = layout.schedule if "vpp" not in blanks else "interleaved" if chosen.vpp > 1 else "1f1b"
+        yield chosen.replace(schedule=schedule, accumulate=max(1, round(sequences / chosen.microbatch)))
 
 
 def _chunks(scenario: Scenario) -> list[int]:

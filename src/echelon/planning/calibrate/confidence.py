@@ -41,8 +41,13 @@ MEASURED_PROGRAMS = {
 }
 """generations of devices in published runs, by their program"""
 SLOWEST_NETWORKS = {
-    **{"volta": 12.5e9 / 8, "ampere": 6.25e9, "hopper": 12.5e9, "blackwell": 50e9},
-    **{"amd": 12.5e9, "npu": 25e9, "tpu": 12.5e9},
+    "volta": 12.5e9 / 8,
+    "ampere": 6.25e9,
+    "hopper": 12.5e9,
+    "blackwell": 50e9,
+    "amd": 12.5e9,
+    "npu": 25e9,
+    "tpu": 12.5e9,
 }
 """bytes per second of a device to other nodes, in the published run that has the least, by generation"""
 OWN_KIND, OWN_PRECISIONS = "h200", ("bf16", "fp8")
@@ -121,9 +126,8 @@ def _device_doubts(scenario: Scenario) -> Iterator[tuple[str, float]]:
     known = OWN_PRECISIONS if scenario.is_own else MEASURED_PRECISIONS.get(generation, ())
     if generation in MEASURED_PRECISIONS and precision not in known:
         yield f"no run in {precision} on {generation} {'by Echelon ' if scenario.is_own else ''}was measured", 1.0
-    if program in MEASURED_PROGRAMS and generation in MEASURED_PRECISIONS:
-        if generation not in MEASURED_PROGRAMS[program]:
-            yield f"no run of {program} on {generation} was measured", 1.0
+    if generation in MEASURED_PRECISIONS and generation not in MEASURED_PROGRAMS.get(program, (generation,)):
+        yield f"no run of {program} on {generation} was measured", 1.0
 
 
 def _is_kind(device: DeviceKind, kind: DeviceKind) -> bool:

@@ -58,7 +58,7 @@ def link_bandwidth(text: str, per_node: int) -> float:
     lower = text.lower()
     if found := _BANDWIDTH.search(text):
         unit = found["unit"] or ""
-        in_bytes = unit.startswith("B") or unit.startswith("byte")
+        in_bytes = unit.startswith(("B", "byte"))
         size = float(found["size"]) * (1e12 if found["scale"] in "Tt" else 1e9) / (1 if in_bytes else 8)
         if found["count"]:
             return size * int(found["count"])

@@ -6,7 +6,8 @@
     full        the layer's input
 
 For Echelon's models they are counted from what operators save (layer_counts.py). For others `ops` saves an assumed
-share; `selective` drops the scores alone, or is what programs of torch and XLA mean by it (program_memory.py). `compress` and `memory.partition` shrink what is saved.
+share, or what the modules save that Megatron recomputes; `selective` drops the scores alone, or is what programs of
+torch and XLA mean by it (program_memory.py). `compress` and `memory.partition` shrink what is saved.
 """
 
 from __future__ import annotations
