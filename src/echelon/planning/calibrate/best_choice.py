@@ -5,7 +5,7 @@
     offload       none, or of activations, as NeMo's recipes do where the host's link is fast
     schedule      1F1B, or interleaved in the chunks that Megatron's stages divide into, the embedding and the head
                   counted as layers if the layers alone do not divide
-    zero          0 or 1, where the program has both
+    zero          1, which takes no more time and less memory than 0, and 0 on Volta, before there was ZeRO
 
 A choice is legal if it breaks no rule that the rest of the row does not break. If nothing fits, the memory model is
 wrong about the run, which ran: it is priced with the choice that needs the least.
@@ -13,7 +13,7 @@ wrong about the run, which ran: it is priced with the choice that needs the leas
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -37,14 +37,23 @@ CHOSEN_KEYS = ("microbatch", "recompute", "offload", "vpp", "zero")
 
 def best_choice(scenario: Scenario, blanks: Collection[str], sequences: int) -> tuple[Scenario, dict[str, int | str]]:
     """Return the scenario with its blank keys chosen, and what was chosen. `sequences`: of a data-parallel rank."""
-    candidates = [replace(scenario, layout=layout) for layout in _layouts(scenario, blanks, sequences)]
-    if len(candidates) > 1:
-        broken = scenario.violations(scenario.layout).keys()
-        candidates = [one for one in candidates if one.violations(one.layout).keys() <= broken] or [scenario]
-    sizes = [peak_memory(one).total for one in candidates] if len(candidates) > 1 else [0]
-    limit = max(scenario.cluster.memory, min(sizes))
-    fitting = [one for one, size in zip(candidates, sizes, strict=True) if size <= limit]
-    best = fitting[0]
+    fitting: list[Scenario] = []
+    least: tuple[int, Scenario] | None = None
+    broken: set[str] | None = None
+    for shapes in _layouts(scenario, blanks, sequences):
+        for layout in shapes:
+            candidate = replace(scenario, layout=layout)
+            if layout != scenario.layout:
+                broken = set(scenario.violations(scenario.layout)) if broken is None else broken
+                if not set(candidate.violations(layout)) <= broken:
+                    continue
+            size = peak_memory(candidate).total
+            least = (size, candidate) if least is None or size < least[0] else least
+            if size <= scenario.cluster.memory:
+                fitting.append(candidate)
+                if layout.recompute == "none" and layout.offload == "none":
+                    break  # the others are slower
+    best = fitting[0] if fitting else least[1] if least else scenario
     if len(fitting) > 1:
         seconds = np.asarray(step_times(stack_work([count_work(one) for one in fitting])).total)
         best = fitting[int(np.argmin(seconds))]
@@ -52,21 +61,19 @@ def best_choice(scenario: Scenario, blanks: Collection[str], sequences: int) -> 
     return best, chosen
 
 
-def _layouts(scenario: Scenario, blanks: Collection[str], sequences: int) -> Iterator[Layout]:
+def _layouts(scenario: Scenario, blanks: Collection[str], sequences: int) -> Iterator[list[Layout]]:
+    """Yield the layouts of each microbatch and number of chunks, those that save least first."""
     layout = scenario.layout
     policies = MEGATRON_RECOMPUTE if scenario.program == "megatron" else RECOMPUTE
-    options: dict[str, Sequence[int | str]] = {
-        "microbatch": [size for size in MICROBATCHES if sequences % size == 0],
-        "vpp": _chunks(scenario),
-        "recompute": policies[policies.index(layout.recompute) :] if layout.recompute in policies else (),
-        "zero": (1, 0),
-        "offload": ("none", "activations"),
-    }
-    keys = [key for key in options if key in blanks]
-    for values in product(*(options[key] for key in keys)):
-        chosen = layout.replace(**dict(zip(keys, values, strict=True)))
-        schedule = layout.schedule if "vpp" not in blanks else "interleaved" if chosen.vpp > 1 else "1f1b"
-        yield chosen.replace(schedule=schedule, accumulate=max(1, round(sequences / chosen.microbatch)))
+    sizes = [size for size in MICROBATCHES if sequences % size == 0] if "microbatch" in blanks else [layout.microbatch]
+    saved = policies[policies.index(layout.recompute) :] if "recompute" in blanks else [layout.recompute]
+    offloads = ("none", "activations") if "offload" in blanks else (layout.offload,)
+    chunks = _chunks(scenario) if "vpp" in blanks else [layout.vpp]
+    for size, vpp in product(sizes, chunks):
+        schedule = layout.schedule if "vpp" not in blanks else "interleaved" if vpp > 1 else "1f1b"
+        accumulate = max(1, round(sequences / size))
+        shaped = layout.replace(microbatch=size, accumulate=accumulate, vpp=vpp, schedule=schedule)
+        yield [shaped.replace(recompute=one, offload=other) for one, other in product(saved, offloads)]
 
 
 def _chunks(scenario: Scenario) -> list[int]:

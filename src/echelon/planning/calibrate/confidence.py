@@ -123,7 +123,8 @@ def _device_doubts(scenario: Scenario) -> Iterator[tuple[str, float]]:
         yield f"Echelon was measured on {OWN_KIND} alone", 1.0
     elif scenario.is_own and scenario.layout.world == 1 and cluster.device.name != OWN_KIND:
         yield f"Echelon was measured on {OWN_KIND} alone", 0.5
-    known = OWN_PRECISIONS if scenario.is_own else MEASURED_PRECISIONS.get(generation, ())
+    known = MEASURED_PRECISIONS.get(generation, ())
+    known = tuple(name for name in known if name in OWN_PRECISIONS) if scenario.is_own else known
     if generation in MEASURED_PRECISIONS and precision not in known:
         yield f"no run in {precision} on {generation} {'by Echelon ' if scenario.is_own else ''}was measured", 1.0
     if generation in MEASURED_PRECISIONS and generation not in MEASURED_PROGRAMS.get(program, (generation,)):
