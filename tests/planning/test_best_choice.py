@@ -8,12 +8,31 @@ from echelon.planning.calibrate.published_runs import PublishedRun, parse_run, p
 from echelon.planning.cost.memory_model import peak_memory
 
 LLAMA_405B = {
-    "source_id": "some", "note": "Megatron-LM", "hidden": "16384", "layers": "126", "heads": "128",
-    "kv_heads": "8", "ffn_hidden": "53248", "gated_mlp": "1", "vocab": "128256", "seq_len": "8192",
-    "gpu": "H100-80GB-SXM", "gpus": "8192", "tp": "8", "pp": "16", "global_batch": "2048", "step_time_s": "12.5",
+    "source_id": "some",
+    "note": "Megatron-LM",
+    "hidden": "16384",
+    "layers": "126",
+    "heads": "128",
+    "kv_heads": "8",
+    "ffn_hidden": "53248",
+    "gated_mlp": "1",
+    "vocab": "128256",
+    "seq_len": "8192",
+    "gpu": "H100-80GB-SXM",
+    "gpus": "8192",
+    "tp": "8",
+    "pp": "16",
+    "global_batch": "2048",
+    "step_time_s": "12.5",
 }
 LLAMA_8B = LLAMA_405B | {
-    "hidden": "4096", "layers": "32", "heads": "32", "ffn_hidden": "14336", "gpus": "8", "tp": "1", "pp": "1",
+    "hidden": "4096",
+    "layers": "32",
+    "heads": "32",
+    "ffn_hidden": "14336",
+    "gpus": "8",
+    "tp": "1",
+    "pp": "1",
     "global_batch": "16",
 }
 
