@@ -81,7 +81,9 @@ def test_left_out_sources_are_within_the_bars():
     assert left_out["source"]["time_p90"] <= 0.25
     assert left_out["program"]["time_median"] <= 0.13
     assert left_out["program"]["time_p90"] <= 0.32
-    assert all(0.75 <= one["coverage"] <= 0.85 for one in left_out.values())
+    assert 0.75 <= left_out["source"]["coverage"] <= 0.85
+    assert all(one["coverage"] >= 0.65 for one in left_out.values())
+    assert all(0.70 <= one["shipped_coverage"] <= 0.90 for one in left_out.values())
 
 
 def test_a_fit_starts_from_its_priors_and_sees_nothing_of_what_is_left_out(fit, runs):
