@@ -44,8 +44,9 @@ def columns() -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     rows.append(
         ("runs inside an interval from the other groups", *(percent(one["coverage"], 0) for one in left.values()), "")
     )
-    printed = [*(one["shipped_coverage"] for one in left.values()), seen["coverage"]]
-    rows.append(("runs inside the interval that plans print", *(percent(share, 0) for share in printed)))
+    printed = [*(one.get("shipped_coverage") for one in left.values()), seen["coverage"]]
+    shares = ("" if share is None else percent(share, 0) for share in printed)
+    rows.append(("runs inside the interval that plans print", *shares))
     empty = ("",) * len(left)
     rows.append(("half the interval, median", *empty, percent(seen["half_width"], 0)))
     rows.append(("fits or does not, balanced, layout study (574 runs)", *empty, percent(seen["fit_accuracy"][STUDY])))
