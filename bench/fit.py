@@ -15,7 +15,7 @@ them: a constant that the rows do not determine stays there, and no fit that lea
 stay below 1, by the logistic function. A program without a row has the mean profile of the others.
 
 Intervals are conformal: as wide as QUANTILE of the left-out runs need, every source with the same weight. Their
-coverage is that of a source by the width which the other sources need.
+coverage is that of a left-out group by the width which the other groups need, and by the interval that plans print.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 
 from echelon.bench import planner_comparison
 from echelon.planning.calibrate import published_runs
+from echelon.planning.calibrate.confidence import interval_factor
 from echelon.planning.calibrate.constants import FITTED_CONSTANTS, NATIVE_OVERRIDES, Constants
 from echelon.planning.calibrate.programs import OWN_PROGRAMS, PROGRAMS, ProgramProfile
 from echelon.planning.calibrate.published_runs import PublishedRun
@@ -247,18 +248,36 @@ class Table:
     def has_experts(self, rows: Sequence[int], wanted: bool) -> list[int]:
         return [i for i in rows if bool(self.runs[i].scenario.shape.experts) == wanted]
 
-    def coverage(self, predicted: Array) -> float:
-        """Share of left-out runs within the width that the other sources need, every source with the same weight."""
-        shares = []
-        for source in sorted(set(self.sources)):
-            inside: list[bool] = []
+    def coverage(self, predicted: Array, group_of: Callable[[PublishedRun], str]) -> dict[str, float]:
+        """Share of the runs of each left-out group within the width that the other groups need, every source with the
+        same weight."""
+        groups = [group_of(run) for run in self.runs]
+        inside = np.zeros(len(self.runs), dtype=bool)
+        for group in sorted(set(groups)):
             for experts in (False, True):
-                kept = self.has_experts([i for i, other in enumerate(self.sources) if other != source], experts)
-                tried = self.has_experts([i for i, other in enumerate(self.sources) if other == source], experts)
+                kept = self.has_experts([i for i, other in enumerate(groups) if other != group], experts)
+                tried = self.has_experts([i for i, other in enumerate(groups) if other == group], experts)
+                # Only runs with experts tell the width of such runs; without any, the others do.
+                kept = kept or [i for i, other in enumerate(groups) if other != group]
                 width = self.spread(predicted, kept)
-                inside += list(np.abs(np.log(predicted[tried] / self.seconds[tried])) <= width)
-            shares.append(np.mean(inside))
-        return float(np.mean(shares))
+                inside[tried] = np.abs(np.log(predicted[tried] / self.seconds[tried])) <= width
+        return self.shares(inside, groups)
+
+    def shipped_coverage(self, predicted: Array, group_of: Callable[[PublishedRun], str]) -> dict[str, float]:
+        """The same within the interval that plans print."""
+        factors = np.array([interval_factor(run.scenario, FITTED_CONSTANTS) for run in self.runs])
+        inside = np.abs(np.log(predicted / self.seconds)) <= np.log(factors)
+        return self.shares(inside, [group_of(run) for run in self.runs])
+
+    def shares(self, inside: NDArray[np.bool_], groups: Sequence[str]) -> dict[str, float]:
+        """The share of each group, and of all: means over sources."""
+        found: dict[str, float] = {}
+        for name in (*sorted(set(groups)), "all"):
+            rows = [i for i, group in enumerate(groups) if name in (group, "all")]
+            sources = sorted({self.sources[i] for i in rows})
+            means = [np.mean([inside[i] for i in rows if self.sources[i] == source]) for source in sources]
+            found[name] = round(float(np.mean(means)), 2)
+        return found
 
     def spread(self, predicted: Array, rows: Sequence[int]) -> float:
         """The logarithm within which QUANTILE of the runs lie, every source with the same weight."""
@@ -306,6 +325,7 @@ def score_summary(found: Score) -> dict[str, Any]:
         **time_summary(timed),
         "coverage": round(found.coverage, 2),
         "half_width": round(found.half_width, 2),
+        "fits": round(found.fits, 3),
         "worst": max(timed, key=lambda source: timed[source].median),
         "fit_accuracy": {name: round(one.fit_accuracy, 3) for name, one in found.sources.items() if one.fit_accuracy},
         "regret": {name: round(one.regret, 3) for name, one in found.sources.items() if one.regret is not None},
@@ -314,7 +334,14 @@ def score_summary(found: Score) -> dict[str, Any]:
 
 def left_out_summary(table: Table, group: Callable[[PublishedRun], str]) -> dict[str, Any]:
     predicted = table.leave_out(group)
-    return {**time_summary(table.errors(predicted)), "coverage": round(table.coverage(predicted), 2)}
+    coverage, shipped = table.coverage(predicted, group), table.shipped_coverage(predicted, group)
+    worst = min((name for name in coverage if name != "all"), key=lambda name: coverage[name])
+    return {
+        **time_summary(table.errors(predicted)),
+        "coverage": coverage["all"],
+        "coverage_worst": {worst: coverage[worst]},
+        "shipped_coverage": shipped["all"],
+    }
 
 
 def write_accuracy(path: Path) -> None:
@@ -383,7 +410,11 @@ def main() -> int:
             for what, kept in (("dense", False), ("experts", True)):
                 width = table.spread(predicted, table.has_experts(rows, kept))
                 print(f"  {what:18s} {QUANTILE:.0%} lie within a logarithm of {width:.3f}")
-            print(f"  {'coverage':18s} {table.coverage(predicted):.0%}")
+            for title, shares in (
+                ("coverage", table.coverage(predicted, group)),
+                ("as plans print it", table.shipped_coverage(predicted, group)),
+            ):
+                print(f"  {title:18s} " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items()))
         return 0
     constants = table.fit(rows)
     show_constants(constants)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from echelon.layout import Layout
+from echelon.planning.calibrate import confidence, published_runs
 from echelon.planning.calibrate.confidence import MAX_MEASURED_SEQ_LEN, extrapolations
 from echelon.planning.cluster.cluster import Cluster, MeasuredCurves, parse_cluster
 from echelon.planning.cluster.cluster_file import cluster_from_toml, cluster_to_toml
@@ -30,20 +33,46 @@ outside_bandwidth_gbps = 25
 CURVES = MeasuredCurves(matmul=((4096, 4096, 4096, 450e12), (1024, 4096, 4096, 300e12)), memory=2.5e12)
 
 
+OWN = "Echelon was measured on h200 alone"
+
+
 def priced(cluster: Cluster, layout: str = "dp=8", **options) -> Plan:
-    setup = {"shape": resolve_shape("llama-1b"), "seq_len": 4096, **options}
+    setup = {"shape": resolve_shape("llama-1b"), "seq_len": 4096, "program": "megatron", **options}
     return price(Scenario(cluster=cluster, layout=Layout.parse(layout), **setup))
 
 
 @pytest.mark.parametrize(
     ("cluster", "layout", "options", "words"),
     [
-        ("8xmi300x", "dp=8", {}, ["no run on mi300x was measured"]),
+        ("8xmi300x", "dp=8", {}, ["no run on mi300x was measured", "no run of megatron on amd was measured"]),
         ("8xh100", "dp=8", {"program": "unknown"}, ["no run of this program was measured"]),
         ("8xh100", "tp=4,tp_kind=2d,dp=2", {}, ["no run with tp_kind=2d was measured"]),
         ("8xh100", "pp=2,schedule=pipedream,dp=4", {}, ["no run with schedule=pipedream was measured"]),
-        ("8xh100", "cp=8", {"seq_len": 2 * MAX_MEASURED_SEQ_LEN}, ["sequences of up to 262,144 tokens were measured"]),
+        (
+            "8xh100",
+            "cp=8",
+            {"seq_len": 2 * MAX_MEASURED_SEQ_LEN},
+            ["sequences of up to 1,048,576 tokens were measured"],
+        ),
         ("16384xh100", "dp=16384", {}, ["runs of up to 12,288 devices were measured"]),
+        ("64xh100:eth", "dp=64", {}, ["between nodes of hopper, 12.5 GB/s per device and more were measured"]),
+        ("8xh100", "dp=8", {"program": "echelon"}, ["Echelon was measured on one device alone"]),
+        ("1xv100", "dp=1", {"program": "echelon"}, [OWN, "no run in bf16 on volta by Echelon was measured"]),
+        ("1xa100-80", "dp=1", {"program": "echelon"}, [OWN]),
+        (
+            "1xh200",
+            "dp=1",
+            {"program": "echelon", "precision": "fp4"},
+            ["no run in fp4 on hopper by Echelon was measured"],
+        ),
+        ("8xh200", "dp=8,offload=params", {}, ["no run with offload=params was measured"]),
+        (
+            "8xv100",
+            "dp=8",
+            {"precision": "bf16"},
+            ["no run in bf16 on volta was measured", "no run of megatron on volta was measured"],
+        ),
+        ("8xb200", "dp=8", {"program": "torch"}, ["no run of torch on blackwell was measured"]),
     ],
 )
 def test_what_is_far_is_named_and_widens_the_interval(cluster, layout, options, words):
@@ -53,9 +82,67 @@ def test_what_is_far_is_named_and_widens_the_interval(cluster, layout, options, 
     assert plan.spread > near.spread
 
 
+def test_a_device_file_that_only_has_the_name_of_a_kind_is_far():
+    quick = parse_cluster("8xh100").with_devices(lambda device: replace(device, flops={"bf16": 5e15}))
+    assert priced(quick).extrapolated == ["h100 was measured with other rates than these"]
+
+
+def test_every_kind_of_a_mixed_cluster_counts():
+    mixed = replace(
+        parse_cluster("8xh100"),
+        node_groups=(*parse_cluster("8xh100").node_groups, *parse_cluster("8xmi300x").node_groups),
+    )
+    assert priced(mixed).extrapolated == [
+        "no run on mi300x was measured",
+        "no run on h100 and mi300x together was measured",
+    ]
+
+
+def test_the_interval_widens_with_the_number_of_reasons_and_with_the_distance():
+    h100 = parse_cluster("8xh100")
+    one, two = priced(h100, program="unknown"), priced(h100, "dp=2,tp=4,tp_kind=2d", program="unknown")
+    assert two.spread > one.spread > priced(h100).spread
+    near, far = (priced(parse_cluster(f"{n}xh100"), f"dp={n}") for n in (16384, 65536))
+    assert near.extrapolated == far.extrapolated
+    assert far.spread > near.spread
+
+
+def test_the_narrow_interval_is_that_of_one_h200_alone():
+    """It was that of any single device, and of layouts that offload."""
+    own = {"layout": "dp=1", "program": "echelon"}
+    narrow = priced(parse_cluster("1xh200"), **own).spread
+    for kind in ("v100", "a100-80", "h100", "b200"):
+        assert priced(parse_cluster(f"1x{kind}"), **own).spread > 1.1 * narrow
+    assert priced(parse_cluster("1xh200"), **(own | {"layout": "dp=1,offload=params"})).spread > 1.1 * narrow
+
+
+def test_what_is_called_measured_is_in_the_table():
+    """Programs, precisions, networks and sizes of the published runs, as confidence.py lists them."""
+    table = Path(__file__).parents[2] / "bench" / "published" / "measurements.csv"
+    runs = published_runs.parse_runs(published_runs.read_runs(table))[0]
+    scenarios = [run.scenario for run in runs if run.seconds]
+    programs, precisions, slowest = defaultdict(set), defaultdict(set), {}
+    for one in scenarios:
+        generation = one.cluster.device.generation
+        programs[one.program].add(generation)
+        precisions[generation].add(one.precision)
+        if one.layout.world > one.cluster.per_node:
+            bandwidth = one.cluster.inter_node.bandwidth
+            slowest[generation] = min(slowest.get(generation, bandwidth), bandwidth)
+    del programs["unknown"]
+    assert programs == {name: set(kinds) for name, kinds in confidence.MEASURED_PROGRAMS.items()}
+    assert precisions == {name: set(dtypes) for name, dtypes in confidence.MEASURED_PRECISIONS.items()}
+    assert slowest == pytest.approx(confidence.SLOWEST_NETWORKS)
+    assert max(one.layout.world for one in scenarios) == confidence.MAX_MEASURED_DEVICES
+    assert max(one.seq_len for one in scenarios) == MAX_MEASURED_SEQ_LEN
+    assert {one.cluster.device.name for one in scenarios} == set(confidence.MEASURED_KINDS)
+
+
 def test_views_say_whether_a_plan_is_near_what_was_measured():
     far, near = priced(parse_cluster("8xmi300x")), priced(parse_cluster("8xh100"))
-    assert plan_labels.describe_confidence(far) == "extrapolated: no run on mi300x was measured"
+    assert plan_labels.describe_confidence(far) == (
+        "extrapolated: no run on mi300x was measured; no run of megatron on amd was measured"
+    )
     for best, other, marks in ((far, near, 1), (near, far, 1), (near, near, 0)):
         console = Console(file=io.StringIO(), width=100)
         console.print(plans_text([best, other], width=100))
@@ -92,6 +179,6 @@ def test_a_single_device_that_was_not_measured_has_no_narrow_interval():
 
 
 def test_what_was_measured_is_near():
-    for kind in ("a100-80", "h100", "h200", "b200", "tpu-v5p"):
-        scenario = priced(parse_cluster(f"8x{kind}")).scenario
+    for kind, program in (("a100-80", "megatron"), ("h100", "torch"), ("b200", "megatron"), ("tpu-v5p", "xla")):
+        scenario = priced(parse_cluster(f"8x{kind}"), program=program).scenario
         assert extrapolations(scenario) == []

@@ -414,3 +414,28 @@ def test_closed_branches_hold_none_of_the_best(devices, batch, seq_len, precisio
     ranked = sorted(legal, key=lambda c: (float(step_times(count_work(c), constants_for(c)).total), str(c.layout)))
     found = {str(plan.layout): plan.seconds for plan in search_plans(asked, top=20)}
     assert all(str(c.layout) in found or price(c).seconds >= max(found.values()) for c in ranked[:10])
+
+
+@pytest.mark.parametrize(
+    ("program", "stages"), [("echelon", {0, 1, 2, 3}), ("megatron", {0, 1, 3}), ("torch", {0, 1, 3})]
+)
+def test_other_programs_have_no_zero_2_under_a_pipeline(program, stages):
+    """They reduce once a step there: zero=1 and zero=2 were two rows with the same seconds."""
+    fixed = {"pp": 2, "tp": 1, "microbatch": 1, "schedule": "1f1b", "recompute": "full"}
+    layouts = list(all_layouts(request(program=program, fixed=fixed)))
+    assert {layout.zero for layout in layouts} == stages
+    alone = list(all_layouts(request(program=program, fixed={**fixed, "pp": 1})))
+    assert {layout.zero for layout in alone} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("program", "policy"),
+    [("torch", "selective"), ("torch-compiled", "selective"), ("xla", "selective"), ("megatron", "ops")],
+)
+def test_the_search_tries_what_a_program_recomputes(program, policy):
+    fixed = {"pp": 1, "tp": 1, "dp": 8, "microbatch": 1}
+    layouts = list(all_layouts(request(program=program, fixed=fixed)))
+    assert policy in {layout.recompute for layout in layouts}
+    other = "deepspeed"
+    layouts = list(all_layouts(request(program=other, fixed=fixed)))
+    assert policy not in {layout.recompute for layout in layouts}

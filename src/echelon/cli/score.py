@@ -44,12 +44,12 @@ def _show(result: Score) -> None:
 
     table = Table(title="predicted against measured", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("source", no_wrap=True)
-    for heading in ("runs", "time, median", "time, p90", "fits", "regret"):
+    for heading in ("runs", "time, median", "time, p90", "fits", "fit or not", "regret"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, one in result.sources.items():
-        shares = (one.time_median, one.time_p90, one.fit_accuracy, one.regret)
+        shares = (one.time_median, one.time_p90, one.fits, one.fit_accuracy, one.regret)
         table.add_row(name, str(one.rows), *("" if share is None else f"{share:.1%}" for share in shares))
-    shares = (result.time_median, result.time_p90, result.fit_accuracy, result.regret)
+    shares = (result.time_median, result.time_p90, None, result.fit_accuracy, result.regret)
     table.add_section()
     table.add_row("mean over sources", "", *("" if share is None else f"{share:.1%}" for share in shares), style="bold")
     console = Console()
@@ -57,5 +57,6 @@ def _show(result: Score) -> None:
     console.print(
         f"{result.coverage:.0%} of the runs lie inside the 80 % interval, half of which is {result.half_width:.0%} wide"
     )
+    console.print(f"{result.fits:.0%} of the runs that ran are predicted to fit into memory")
     for reason, count in result.skipped.items():
         console.print(f"{count} rows skipped: {reason}", style="dim")

@@ -12,7 +12,7 @@ from echelon.optim import cost
 from echelon.optim.update_rule import UpdateRule
 from echelon.planning.calibrate import correction as corrections
 from echelon.planning.calibrate.constants import DEFAULT_IMBALANCE
-from echelon.planning.calibrate.programs import OWN_PROGRAMS, PLANNED_PROGRAMS, attention_kernel
+from echelon.planning.calibrate.programs import OWN_PROGRAMS, PLANNED_PROGRAMS, attention_kernel, reduced_gradient_bytes
 from echelon.planning.cluster.cluster import Cluster, parse_cluster
 from echelon.planning.cluster.device_kinds import DEVICE_KINDS
 from echelon.planning.cost.recompute_cost import budget_issues
@@ -107,6 +107,7 @@ def find_plans(
         precision=precision,
         program=program,
         attention_kernel=attention_kernel(program, target.device.generation),
+        reduce_bytes=reduced_gradient_bytes(program, target.device.generation),
         fixed=dict(keys.values),
         plan_only=plan_only,
         objective=objective,

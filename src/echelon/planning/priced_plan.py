@@ -87,7 +87,8 @@ class Plan:
         shape, seq_len, recompute = self.scenario.shape, self.scenario.seq_len, recompute_shares(self.scenario)
         layers = shape.flops(seq_len) - 2.0 * shape.head_parameters
         attention = sum(n * layer.attention.flops(seq_len) for layer, n in shape.layers if layer.attention)
-        recomputed = float(recompute.layers * layers + recompute.attention * attention)
+        gemms = layers - attention
+        recomputed = float(recompute.layers * layers + recompute.attention * attention + recompute.gemms * gemms)
         return self._utilisation(shape.train_flops(seq_len) + recomputed)
 
     def _utilisation(self, flops: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 
 from echelon.config.run_config import Config
 from echelon.launch.world import World
-from echelon.training.run.auto_layout import plan_request_of
+from echelon.layout import ValidationError
+from echelon.training.run.auto_layout import plan_request_of, with_planned_layout
 from echelon.training.run.prediction import _this_machine
 
 
@@ -42,3 +44,14 @@ def test_a_plan_is_for_the_devices_that_the_ranks_get(device, ranks, generation,
 def test_the_prediction_of_a_cpu_run_is_for_the_cpu():
     world = World(world_size=2, device=torch.device("cpu"))
     assert _this_machine(world, threads=1).device.generation == "cpu"
+
+
+@pytest.mark.parametrize("program", ["megatron", "torch"])
+def test_a_plan_that_is_priced_for_another_program_is_refused(tmp_path, program):
+    """It was run, in a layout that is best for that program."""
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"plans": [{"layout": "dp=1", "precision": "bf16", "program": program}]}))
+    with pytest.raises(ValidationError, match=f"another program \\({program}\\)"):
+        with_planned_layout(Config(), str(plan), None)
+    plan.write_text(json.dumps({"plans": [{"layout": "dp=1", "precision": "bf16", "program": "echelon"}]}))
+    assert with_planned_layout(Config(), str(plan), None)[0].layout == "dp=1"

@@ -45,7 +45,7 @@ LAYOUT_VALUES = {
     program: {
         "tp_kind": ("1d",),
         "schedule": _OTHER_SCHEDULES.get(program, _SCHEDULES),
-        "recompute": ("none", "selective", "full", "every"),
+        "recompute": ("none", "selective", "full", "every", *(("ops",) if program == "megatron" else ())),
     }
     for program in PROGRAMS
     if program not in OWN_PROGRAMS
@@ -60,6 +60,12 @@ def attention_kernel(program: str, generation: str) -> str:
     if program == "megatron-2021" or generation == "volta":
         return "fused"
     return "flash2" if generation == "ampere" else "best"
+
+
+def reduced_gradient_bytes(program: str, generation: str) -> int:
+    """Bytes of a gradient that a program reduces: 16 bits in DeepSpeed, and in the recipes of NeMo and Megatron-Bridge
+    since Hopper."""
+    return 2 if program == "deepspeed" or (program == "megatron" and generation in ("hopper", "blackwell")) else 4
 
 
 @dataclass(frozen=True, kw_only=True)

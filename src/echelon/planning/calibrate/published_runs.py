@@ -36,14 +36,15 @@ from pathlib import Path
 from echelon.input_file import InputFileError, read_text
 from echelon.layout import Layout
 from echelon.layout.layout import DERIVED
+from echelon.layout.validation_error import ValidationError
 from echelon.models.attention_config import MLAConfig
 from echelon.models.model_spec import ModelSpec, MoESpec
+from echelon.planning.calibrate.best_choice import best_choice
+from echelon.planning.calibrate.programs import reduced_gradient_bytes
+from echelon.planning.calibrate.row_texts import device_kind, gemm_precision, link_bandwidth, named_program
 from echelon.planning.cluster.cluster import DISK_BANDWIDTH, HOST_MEMORY, Cluster, NodeGroup
-from echelon.planning.cluster.device_kinds import DEVICE_KINDS, GIB, DeviceKind
-from echelon.planning.cost.count_work import count_work
+from echelon.planning.cluster.device_kinds import GIB, DeviceKind
 from echelon.planning.cost.expert_traffic import choose_ep_inner
-from echelon.planning.cost.memory_model import peak_memory
-from echelon.planning.cost.step_time import step_times
 from echelon.planning.model.model_shape import ModelShape
 from echelon.planning.model.transformer_shape import transformer_shape
 from echelon.planning.scenario import SCORE_WRITING_KERNELS, Scenario
@@ -55,11 +56,6 @@ SCHEDULES = {name: name for name in ("1f1b", "zb-v", "gpipe")}
 SCHEDULES |= {"interleaved-1f1b": "interleaved", "zb-1p": "zb-h1", "zb-2p": "zb-v"}
 
 
-MICROBATCHES = (1, 2, 4, 8, 16, 32, 64)
-RECOMPUTE = ("none", "selective", "full")
-"""from the fastest to what saves the least"""
-MEMORY_DOUBT = 2.0
-"""a run needs recomputation for sure if it takes this share of the memory without"""
 MAX_CELL, MAX_LAYERS, MAX_MICROBATCHES = 1e12, 10_000, 100_000
 REQUIRED_COLUMNS = ("source_id", "hidden", "seq_len", "gpu", "gpus", "tp", "pp", "global_batch")
 
@@ -108,28 +104,31 @@ def parse_run(row: Mapping[str, str]) -> PublishedRun:
     missing += ["layers"] if not (get.number("layers") or get.number("params_b")) else []
     if missing:
         raise UnusableRowError(f"no {missing[0]}")
-    device = _device(row["gpu"])
-    program = _program(row, get)
-    precision = _precision(row.get("precision", ""), device)
+    device = device_kind(row["gpu"])
+    if device is None:
+        raise UnusableRowError(f"a device that is not known ({row['gpu']})")
+    precision = gemm_precision(row.get("precision", ""), device)
     modern = device.generation not in ("volta", "ampere")
     tp, pp, cp = get.integer("tp", 1), get.integer("pp", 1), get.integer("cp", 1)
     dp = get.integer("dp", max(1, get.integer("gpus", 1) // (tp * pp * cp)))
-    interleaves = modern and program in ("megatron", "unknown")
-    vpp = get.integer("vpp", _chunks(get.integer("layers", 1), pp) if interleaves else 1)
-    schedule = SCHEDULES.get(row.get("schedule", "").lower(), "interleaved" if vpp > 1 else "1f1b")
+    program = _program(row, get)
+    schedule = SCHEDULES.get(row.get("schedule", "").lower(), "")
+    vpp = get.integer("vpp", 2 if schedule == "interleaved" else 1)
     microbatch, batch = get.integer("micro_batch", 1), get.integer("global_batch", 1)
     if max(tp, pp, cp, vpp) > MAX_LAYERS or batch // (dp * microbatch) > MAX_MICROBATCHES:
         raise UnusableRowError("more ranks or microbatches than a run has")
     attention = _attention(row, device, precision)
     has_sp = modern or (program == "megatron" and attention not in SCORE_WRITING_KERNELS)
-    cluster = _cluster(row, device, get)
-    per_node = cluster.per_node
+    if program == "megatron" and attention in SCORE_WRITING_KERNELS:
+        program = "megatron-2021"
+    cluster, assumed = _cluster(row, device, get)
     shape = _shape(get, row)
     oom = row["source_id"].endswith("_oom") or note.startswith("oom")
     is_large = attention in SCORE_WRITING_KERNELS and shape.parameters * 18 > 4 * device.memory
     recompute = row.get("recompute", "") or ("full" if is_large else "none")
     zero = get.integer("zero_stage", 1 if dp > 1 and device.generation != "volta" else 0, zero=True)
-    sharded = dp if zero < 3 or not (hybrid := _shards(note, dp, per_node)) else hybrid
+    schedule = schedule or ("interleaved" if vpp > 1 else "1f1b")
+    sharded = dp if zero < 3 or not (hybrid := _shards(note, dp, cluster.per_node)) else hybrid
     layout = Layout(
         dp=dp,
         shard=sharded if zero else DERIVED,
@@ -154,11 +153,11 @@ def parse_run(row: Mapping[str, str]) -> PublishedRun:
         precision=precision,
         attention_kernel=attention,
         fused_norms=_fuses_norms(row.get("kernel", ""), program),
-        program=program if attention not in SCORE_WRITING_KERNELS or program != "megatron" else "megatron-2021",
+        program=program,
         imbalance=1.0,
-        reduce_bytes=4 if zero < 2 and (modern or (precision == "fp16" and device.generation == "ampere")) else 2,
+        reduce_bytes=_reduce_bytes(note, zero, precision, program, device),
     )
-    scenario, assumed = _best_choice(scenario, row, batch // dp)
+    scenario, chosen = best_choice(scenario, _blank_keys(row, scenario), batch // dp)
     seconds = 0.0 if oom else _seconds(get, shape, note, device.peak("bf16"))
     if not oom and not seconds:
         raise UnusableRowError("no time")
@@ -170,8 +169,39 @@ def parse_run(row: Mapping[str, str]) -> PublishedRun:
         peak_bytes=get.number("peak_mem_gib") * GIB,
         out_of_memory=oom,
         group="/".join(row.get(key, "") for key in group),
-        assumed=assumed,
+        assumed=assumed | chosen,
     )
+
+
+def _blank_keys(row: Mapping[str, str], scenario: Scenario) -> list[str]:
+    """Keys of the layout that a row leaves out and its program has a choice of."""
+    layout, generation = scenario.layout, scenario.cluster.device.generation
+    interleaves = (
+        layout.pp > 1
+        and scenario.program in ("megatron", "torch", "torch-compiled")
+        and generation not in ("volta", "ampere")
+    )
+    choices = {
+        "microbatch": not row.get("micro_batch"),
+        "recompute": not row.get("recompute"),
+        "vpp": interleaves and not row.get("vpp") and not row.get("schedule"),
+        "offload": scenario.program == "megatron"
+        and not row.get("recompute")
+        and generation in ("hopper", "blackwell"),
+        "zero": not row.get("zero_stage") and layout.dp > 1 and generation != "volta",
+    }
+    return [key for key, is_open in choices.items() if is_open]
+
+
+def _reduce_bytes(note: str, zero: int, precision: str, program: str, device: DeviceKind) -> int:
+    """Bytes of a gradient that is reduced."""
+    if "fp32 grad" in note:
+        return 4
+    if zero >= 2 or device.generation == "volta":
+        return 2
+    if device.generation == "ampere":
+        return 4 if precision == "fp16" else 2
+    return reduced_gradient_bytes(program, device.generation)
 
 
 def parse_runs(rows: Iterable[Mapping[str, str]]) -> tuple[list[PublishedRun], dict[str, int]]:
@@ -183,6 +213,9 @@ def parse_runs(rows: Iterable[Mapping[str, str]]) -> tuple[list[PublishedRun], d
             runs.append(parse_run(row))
         except UnusableRowError as reason:
             skipped[str(reason)] = skipped.get(str(reason), 0) + 1
+        except ValidationError as error:
+            reason_text = f"{error.issues[0].key}={error.issues[0].value} {error.issues[0].message}"
+            skipped[reason_text] = skipped.get(reason_text, 0) + 1
     return runs, skipped
 
 
@@ -207,56 +240,17 @@ class _RowCells:
         return int(self.number(key)) if zero else int(self.number(key)) or default
 
 
-def _precision(text: str, device: DeviceKind) -> str:
-    """The dtype of the GEMMs, from what a source writes: bf16+float8 rowwise, FP8-MX, NVFP4, amp_bf16."""
-    lower = text.lower().replace("float", "fp")
-    if "rowwise" in lower:  # torch's GEMMs with a scale for each row gained nothing over bf16
-        return "bf16"
-    found = next((name for name in ("fp4", "fp8", "bf16", "fp16") if name in lower), "")
-    return found or ("fp16" if device.generation == "volta" else "bf16")
-
-
-def _best_choice(scenario: Scenario, row: Mapping[str, str], sequences: int) -> tuple[Scenario, dict[str, int | str]]:
-    """The scenario with the fastest microbatch and recomputation that fit, where the row leaves them out, and what was
-    chosen. Where nothing fits it is as it was."""
-    layout, memory = scenario.layout, scenario.cluster.memory
-    sizes = [layout.microbatch] if row.get("micro_batch") else [size for size in MICROBATCHES if sequences % size == 0]
-    saves = [layout.recompute] if row.get("recompute") else RECOMPUTE[RECOMPUTE.index(layout.recompute) :]
-    found = [
-        replace(scenario, layout=layout.replace(microbatch=size, accumulate=max(1, sequences // size), recompute=saved))
-        for size in sizes
-        for saved in saves
-    ]
-    doubt = MEMORY_DOUBT if row.get("micro_batch") else 1.0
-    fitting = [one for one in found if peak_memory(one).total <= doubt * memory] if len(found) > 1 else found
-    best = min(fitting, key=lambda one: float(step_times(count_work(one)).total), default=scenario)
-    keys = {"micro_batch": "microbatch", "recompute": "recompute"}
-    return best, {key: getattr(best.layout, key) for column, key in keys.items() if not row.get(column)}
-
-
-def _device(gpu: str) -> DeviceKind:
-    name = gpu.lower()
-    if stated := re.search(r"-(\d+)w\b", name):
-        kind = _device(name.replace(stated[0], ""))
-        return replace(kind, watts=float(stated[1]))
-    plain = name.replace("-", "")
-    named = [kind for kind in DEVICE_KINDS if kind.replace("-", "") in plain and kind != "cpu"]
-    if named:
-        return DEVICE_KINDS[max(named, key=len)]
-    if "a100" in name or "a800" in name or "ampere" in name:
-        return DEVICE_KINDS["a100-40" if "40" in name else "a100-80"]
-    raise UnusableRowError(f"a device that is not known ({gpu})")
-
-
-def _cluster(row: Mapping[str, str], device: DeviceKind, get: _RowCells) -> Cluster:
+def _cluster(row: Mapping[str, str], device: DeviceKind, get: _RowCells) -> tuple[Cluster, dict[str, int | str]]:
+    """The cluster of a row, and what was assumed of it."""
     devices = get.integer("gpus", 1)
     per_node = device.nvlink_domain if device.nvlink_domain > 8 else get.integer("gpus_per_node", 8)
     if stated := re.search(r"nvlink domain (\d+)", row.get("note", "").lower()):
         per_node = int(stated[1])
     per_node = min(per_node, devices)
-    node = _node_bandwidth(row.get("inter_node_bw", ""), min(per_node, 8))
+    text = row.get("inter_node_bw", "")
+    node = link_bandwidth(text, min(per_node, 8))
     outside = replace(device.inter_node, bandwidth=node / min(per_node, 8)) if node else device.inter_node
-    return Cluster(
+    cluster = Cluster(
         name=f"{devices}x{device.name}",
         node_groups=(NodeGroup(device=device, nodes=max(1, round(devices / per_node)), per_node=per_node),),
         intra_node=device.intra_node,
@@ -264,41 +258,19 @@ def _cluster(row: Mapping[str, str], device: DeviceKind, get: _RowCells) -> Clus
         host_memory=HOST_MEMORY,
         disk_bandwidth=DISK_BANDWIDTH,
     )
-
-
-def _chunks(layers: int, pp: int) -> int:
-    """The largest number of chunks up to 5 that leaves all of them the same number of layers; 1 where none does."""
-    each, rest = divmod(layers, pp)
-    return max(v for v in range(1, 6) if not each % v) if pp > 1 and not rest else 1
-
-
-def _node_bandwidth(text: str, per_node: int) -> float:
-    """Bytes per second of a node, from what a source writes: Gb/s or GB/s, per GPU or per node."""
-    found = re.search(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*(G[bB])(?:/s|ps)", text)
-    if not found:
-        return 4 * 12.5e9 if "omni-path" in text.lower() else 0.0
-    each = float(found[2]) * (1e9 if found[3] == "GB" else 1e9 / 8) * int(found[1] or 1)
-    return each * per_node if re.search(r"per (gpu|device|gcd|card)", text.lower()) else each
-
-
-PROGRAM_WORDS = (
-    ("xla", r"maxtext|jax|\bxla\b|pax|levanter|easylm"),
-    ("deepspeed", r"deepspeed|neox|bigscience|meg-ds"),
-    ("megatron", r"megatron|nemo\b|mindspeed|megascale|modellink"),
-)
-TORCH_WORDS = r"torchtitan|\bfsdp2?\b(?!=)|hsdp|nanotron|\bddp\b|nanogpt|lightning|litgpt|accelerate"
+    unread = text and not node and devices > per_node
+    return cluster, {"inter_node_bw": f"{device.inter_node.bandwidth * 8 / 1e9:g} Gb/s per device"} if unread else {}
 
 
 def _program(row: Mapping[str, str], get: _RowCells) -> str:
-    """The program that a row's texts name, or that its layout is usual for."""
-    text = " ".join(row.get(key, "") for key in ("source_id", "source", "note")).lower()
-    zero, split = get.integer("zero_stage", 0), get.integer("tp", 1) * get.integer("pp", 1) > 1
-    for program, words in PROGRAM_WORDS:
-        if re.search(words, text):
-            return program
-    if re.search(TORCH_WORDS, text) or (zero == 3 and not split):
-        return "torch-compiled" if row.get("compile") == "1" else "torch"
-    return "megatron" if split else "unknown"
+    """The program that a row names, or that its layout is usual for."""
+    program = named_program(row)
+    split = get.integer("tp", 1) * get.integer("pp", 1) > 1
+    if not program and get.integer("zero_stage", 0) == 3 and not split:
+        program = "torch"
+    if program == "torch" and row.get("compile") == "1":
+        return "torch-compiled"
+    return program or "unknown"
 
 
 def _shards(note: str, dp: int, per_node: int) -> int:

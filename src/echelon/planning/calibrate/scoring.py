@@ -2,6 +2,7 @@
 
 time        |predicted / measured - 1| of a step
 coverage    share of runs inside the 80 % interval
+fits        share of the runs that ran whose predicted memory fits their devices
 fit         balanced accuracy: the mean of the shares of fitting and of out-of-memory runs that are predicted
 regret      in each group of runs that differ only in layout and kernel: how much slower than the best measured one
             was the one that we rank first
@@ -41,12 +42,14 @@ class SourceScore:
     rows: int
     time_median: float | None
     time_p90: float | None
+    fits: float | None
+    """share of the timed runs that are predicted to fit"""
     fit_accuracy: float | None
     """none where no run, or every run, was out of memory"""
     regret: float | None
     """none where no group has several runs"""
-    assumed: dict[str, int]
-    """runs whose row leaves a key of the layout out, by the key"""
+    assumed: dict[str, dict[str, int]]
+    """what rows leave out: by key, the values in their place with the runs that have each"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,8 @@ class Score:
     time_median: float
     """mean over the sources with several rows"""
     time_p90: float
+    fits: float
+    """share of all timed runs that are predicted to fit"""
     fit_accuracy: float | None
     regret: float | None
     coverage: float
@@ -87,10 +92,11 @@ def score_runs(
     predicted, measured = np.array([plan.seconds for _, plan in timed]), np.array([run.seconds for run, _ in timed])
     wrong = time_errors([run.source for run, _ in timed], predicted, measured)
     sources = sorted({run.source for run in runs})
-    fits = {source: fit_accuracy([run for run in runs if run.source == source], c) for source in sources}
+    fitting = {source: [plan.fits for run, plan in timed if run.source == source] for source in wrong}
+    accuracies = {source: fit_accuracy([run for run in runs if run.source == source], c) for source in sources}
     regrets = {source: regret([pair for pair in timed if pair[0].source == source]) for source in wrong}
     several = [one for one in wrong.values() if one.rows >= MIN_ROWS]
-    known = [value for value in fits.values() if value is not None]
+    known = [value for value in accuracies.values() if value is not None]
     groups = [value for value in regrets.values() if value is not None]
     return Score(
         sources={
@@ -98,20 +104,28 @@ def score_runs(
                 rows=wrong[source].rows if source in wrong else 0,
                 time_median=wrong[source].median if source in wrong else None,
                 time_p90=wrong[source].p90 if source in wrong else None,
-                fit_accuracy=fits[source],
+                fits=statistics.mean(map(float, fitting[source])) if source in fitting else None,
+                fit_accuracy=accuracies[source],
                 regret=regrets.get(source),
-                assumed=dict(Counter(key for run in runs if run.source == source for key in run.assumed)),
+                assumed=_assumed([run for run in runs if run.source == source]),
             )
             for source in sources
         },
         time_median=statistics.mean(one.median for one in several) if several else float("nan"),
         time_p90=statistics.mean(one.p90 for one in several) if several else float("nan"),
+        fits=statistics.mean(float(plan.fits) for _, plan in timed) if timed else 0.0,
         fit_accuracy=statistics.mean(known) if known else None,
         regret=statistics.mean(groups) if groups else None,
         coverage=statistics.mean(float(plan.low <= run.seconds <= plan.high) for run, plan in timed) if timed else 0.0,
         half_width=statistics.median((plan.high - plan.low) / 2 / plan.seconds for _, plan in timed) if timed else 0.0,
         skipped=skipped,
     )
+
+
+def _assumed(runs: Sequence[PublishedRun]) -> dict[str, dict[str, int]]:
+    """What the rows of runs leave out, and how often each value took its place."""
+    keys = sorted({key for run in runs for key in run.assumed})
+    return {key: dict(Counter(str(run.assumed[key]) for run in runs if key in run.assumed)) for key in keys}
 
 
 def fit_accuracy(runs: Sequence[PublishedRun], c: Constants = FITTED_CONSTANTS) -> float | None:

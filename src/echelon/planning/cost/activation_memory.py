@@ -5,8 +5,9 @@
     selective   all but what the attention core computes
     full        the layer's input
 
-For Echelon's models they are counted from what operators save (layer_counts.py); for others `ops` saves an assumed
-share, and `selective` drops the scores alone. `compress` and `memory.partition` shrink what is saved.
+For Echelon's models they are counted from what operators save (layer_counts.py). For others `ops` saves an assumed
+share, or what the modules save that Megatron recomputes; `selective` drops the scores alone, or is what programs of
+torch and XLA mean by it (program_memory.py). `compress` and `memory.partition` shrink what is saved.
 """
 
 from __future__ import annotations
@@ -19,6 +20,14 @@ from echelon.parallel.ep.cost import MAX_LOAD_FACTOR
 from echelon.pipeline.schedules import FAMILIES
 from echelon.planning.calibrate.constants import FITTED_CONSTANTS
 from echelon.planning.cost.cp_traffic import saved_cp_bytes
+from echelon.planning.cost.program_memory import (
+    RECOMPUTED_MODULE_PROGRAMS,
+    SAVED_OUTPUT_PROGRAMS,
+    activation_factor_elements,
+    program_memory,
+    recomputed_module_elements,
+    saved_output_elements,
+)
 from echelon.planning.model.layer_counts import NORM_STAT_BYTES, LayerCounts
 from echelon.planning.model.model_shape import LayerShape
 from echelon.planning.scenario import Scenario
@@ -36,14 +45,20 @@ def saved_tensor_bytes(scenario: Scenario, layer: LayerShape, form: str = "none"
     counts = layer_counts(scenario, layer)
     if counts is not None:
         return _counted_bytes(scenario, layer, counts, form)
+    if form == "selective" and scenario.program in SAVED_OUTPUT_PROGRAMS:
+        return saved_output_elements(scenario, layer) * scenario.tokens * scenario.element_bytes
     layout, sp_degree = scenario.layout, scenario.sp_degree
     elements = layer.saved_elements / sp_degree + layer.saved_elements_tp / layout.tp
+    if program_memory(scenario, FITTED_CONSTANTS).saves_activation_factor:
+        elements += activation_factor_elements(layer) / layout.tp
     # Every etp rank has all tokens of its experts, and a part of what is inside them.
     expert_elements = layout.etp * layer.dispatched_elements + layer.saved_elements_experts
     elements += min(scenario.expert_load, MAX_LOAD_FACTOR) * expert_elements / layout.tp
     elements += 0 if scenario.fused_norms else FITTED_CONSTANTS.unfused_norm_saved * scenario.shape.width / sp_degree
     precision_share = LOW_PRECISION_SAVED if scenario.is_low_precision else 1.0
     form_share = 1 - ELEMENTWISE_SHARE if "ops" in form else 1.0
+    if "ops" in form and scenario.program in RECOMPUTED_MODULE_PROGRAMS:
+        form_share = 1 - recomputed_module_elements(scenario, layer) / elements
     return form_share * elements * scenario.tokens * scenario.element_bytes * precision_share
 
 

@@ -50,6 +50,7 @@ from echelon.planning.cost.param_group_traffic import (
     group_state_bytes,
     param_groups,
 )
+from echelon.planning.cost.program_memory import program_gradient_bytes, program_memory, shards_states
 from echelon.planning.cost.recompute_cost import RecomputePlan, microbatch_saved_bytes, recompute_plan, recomputed_bytes
 from echelon.planning.cost.working_memory import backward_bytes, lm_head_bytes
 from echelon.planning.model.model_shape import LayerShape
@@ -175,7 +176,8 @@ def _peak_candidates(scenario: Scenario, stage: int, c: Constants) -> list[ByCat
     persistent = state_bytes_by_category(scenario, stage)
     gradients = persistent.pop("gradients")
     persistent["parameters"] += _low_precision_weights(scenario)
-    persistent |= {"buffers": int(_comm_buffer_bytes(scenario, stage)), "reserve": int(c.context_gib * GIB)}
+    context_gib = c.context_gib if scenario.is_own else program_memory(scenario, c).context_gib or c.context_gib
+    persistent |= {"buffers": int(_comm_buffer_bytes(scenario, stage)), "reserve": int(context_gib * GIB)}
     if updates_in_backward(scenario):
         gradients = min(gradients, live_gradient_bytes(scenario))
     return [persistent | point for point in _transient_bytes(scenario, stage, gradients, c)]
@@ -188,8 +190,8 @@ def _transient_bytes(scenario: Scenario, stage: int, gradients: float, c: Consta
     resident = not lazy or layout.accumulate * layout.pp > 1
     # Saved activations of all microbatches in flight.
     activations = layers_in_flight(scenario, stage) * (microbatch_saved_bytes(scenario) / shape.num_layers)
-    activations *= 1 if scenario.has_layer_counts else 1 + c.activation_slack
-    logits = lm_head_bytes(scenario, resident) if stage == layout.pp - 1 else 0.0
+    activations *= 1 if scenario.has_layer_counts else 1 + program_memory(scenario, c).activation_slack
+    logits = lm_head_bytes(scenario, resident, c) if stage == layout.pp - 1 else 0.0
     working = max(_working_bytes(scenario, layer, recompute, c, resident) for layer, _ in shape.layers)
     if not lazy:
         # The head frees its logits before a layer's backward begins: the larger of the two counts.
@@ -215,6 +217,11 @@ def state_bytes_by_category(scenario: Scenario, stage: int) -> dict[str, int]:
         versions, float16 = weight_versions(scenario.layout)[stage], scenario.precision == "fp16"
         for name, size in group_state_bytes(scenario, group, num_versions=versions, float16=float16).items():
             total[name] = total.get(name, 0) + n * size
+    if not scenario.is_own:
+        total["gradients"] *= program_gradient_bytes(scenario) / scenario.gradient_bytes
+        if shards_states(scenario) and not scenario.layout.zero:
+            for name in ("master", "optimizer"):
+                total[name] /= scenario.layout.dp * scenario.layout.cp
     if scenario.optimizer is not None:
         total["optimizer"] = optimizer_state_bytes(scenario, scenario.optimizer, stage)
     return {name: int(size) for name, size in total.items()}
@@ -236,7 +243,7 @@ def _working_bytes(
     if scenario.has_layer_counts:
         working = backward_bytes(scenario, layer, gradients_resident=gradients_resident)
     else:
-        working = c.backward_working * saved_tensor_bytes(scenario, layer)
+        working = program_memory(scenario, c).backward_working * saved_tensor_bytes(scenario, layer)
     working += recomputed_bytes(scenario, layer, recompute)
     return working + (cp_working_bytes(scenario) if layer.attention else 0.0)
 
@@ -255,6 +262,16 @@ def _comm_buffer_bytes(scenario: Scenario, stage: int) -> float:
     outside = sum(numel for name, _, numel in groups if name == OUTSIDE_GROUP)
     largest_layer = max(gathered_numel(scenario, numel) for name, _, numel in groups if name != OUTSIDE_GROUP)
     params = gradients = float(outside + 2 * largest_layer)
+    if not scenario.is_own and program_memory(scenario, FITTED_CONSTANTS).gathers_single_gemms:
+        params = gradients = 2.0 * max(_largest_gemm(scenario), outside / 2)
     if scenario.layout.pp > 1:
         gradients = min(2, scenario.layout.accumulate) * sum(n * numel for _, n, numel in groups)
     return gradients * scenario.reduce_bytes + (params * scenario.element_bytes if policy.reshards_params else 0)
+
+
+def _largest_gemm(scenario: Scenario) -> float:
+    """Parameters of the largest GEMM of a layer on a tp rank."""
+    gemms = (matmul for layer, _ in scenario.shape.layers for matmul in layer.matmuls)
+    return max(matmul.inputs * outputs for matmul in gemms for outputs in matmul.fused_outputs or (matmul.outputs,)) / (
+        scenario.layout.tp
+    )

@@ -10,6 +10,7 @@ but would wait for that one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -29,6 +30,7 @@ from echelon.planning.cost.activation_memory import (
     score_bytes,
 )
 from echelon.planning.cost.elementwise_traffic import elementwise_traffic
+from echelon.planning.cost.program_memory import PER_OPERATOR_PROGRAMS, last_gemm_share, recomputed_gemm_share
 from echelon.planning.cost.step_work import RecomputeShares
 from echelon.planning.model.model_shape import LayerShape
 from echelon.planning.scenario import FULL_LAYER_POLICIES, Scenario
@@ -131,6 +133,10 @@ def recompute_shares(scenario: Scenario) -> RecomputeShares:
     if scenario.layout.recompute == "none":
         return RecomputeShares(experts=experts)
     recompute, counted = recompute_plan(scenario), scenario.has_layer_counts
+    if scenario.program in PER_OPERATOR_PROGRAMS and scenario.layout.recompute == "selective":
+        return RecomputeShares(gemms=_gemm_share(scenario, recomputed_gemm_share), elementwise=1.0, experts=experts)
+    # torch's checkpointing stops once backward has what it reads: the last GEMM of a layer is not recomputed.
+    skipped = _gemm_share(scenario, last_gemm_share) if scenario.program in STOPS_EARLY else 0.0
     ops, core = recompute.share("ops"), recompute.share("selective")
     elementwise = ops * elementwise_traffic(scenario, recompute_ops=True).recompute_ratio if ops else 0.0
     if core:
@@ -141,19 +147,16 @@ def recompute_shares(scenario: Scenario) -> RecomputeShares:
         layers=recompute.full_share,
         attention=attention,
         elementwise=elementwise,
+        gemms=-recompute.full_share * skipped,
         experts=experts,
-        skipped_gemms=_last_gemm_share(scenario) if scenario.program in STOPS_EARLY else 0.0,
     )
 
 
-def _last_gemm_share(scenario: Scenario) -> float:
-    """Share of the dense GEMMs that is a dense layer's last one, whose output no operator saves."""
-    last = total = 0.0
-    for layer, n in scenario.shape.layers:
-        sizes = [float(matmul.inputs) * matmul.outputs for matmul in layer.matmuls if not matmul.experts]
-        total += n * sum(sizes)
-        last += n * sizes[-1] if sizes and not layer.expert_parameters else 0.0
-    return last / total if total else 0.0
+def _gemm_share(scenario: Scenario, layer_share: Callable[[LayerShape], float]) -> float:
+    """Share of the FLOPs of all layers' GEMMs, from that of each layer."""
+    flops = [n * sum(matmul.flops for matmul in layer.matmuls) for layer, n in scenario.shape.layers]
+    shares = [layer_share(layer) for layer, _ in scenario.shape.layers]
+    return sum(share * count for share, count in zip(shares, flops, strict=True)) / max(1.0, sum(flops))
 
 
 def recomputed_layers(scenario: Scenario) -> RecomputedLayers:

@@ -200,8 +200,8 @@ def recompute_time(work: StepWork, m: MicrobatchTime) -> Number:
     """Seconds of a microbatch's recomputation."""
     shares = work.microbatch.recompute
     besides = shares.attention * m.attention + shares.elementwise * m.elementwise
-    whole = m.forward - shares.skipped_gemms * m.gemms
-    return shares.layers * whole + besides + shares.experts * m.expert_gemms
+    besides += shares.gemms * (m.gemms + m.expert_gemms)
+    return shares.layers * m.forward + besides + shares.experts * m.expert_gemms
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -158,10 +158,10 @@ class RecomputeShares:
     """of attention, besides recomputed layers"""
     elementwise: Number = 0.0
     """of operators between GEMMs, besides recomputed layers"""
+    gemms: Number = 0.0
+    """of GEMMs, besides recomputed layers; negative where these leave some out"""
     experts: Number = False
     """of experts, besides recomputed layers: chunked dispatch saves nothing"""
-    skipped_gemms: Number = 0.0
-    """of dense GEMMs, those after the last saved tensor, which is where recomputation stops"""
 
 
 @dataclass(frozen=True, kw_only=True)

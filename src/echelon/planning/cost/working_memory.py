@@ -22,7 +22,9 @@ from __future__ import annotations
 
 from echelon.kernels.memory_limits import tokens_per_chunk
 from echelon.parallel.ep.cost import MAX_LOAD_FACTOR
+from echelon.planning.calibrate.constants import FITTED_CONSTANTS, Constants
 from echelon.planning.cost.activation_memory import saved_tensor_bytes
+from echelon.planning.cost.program_memory import program_memory
 from echelon.planning.model.model_shape import COLUMN_PARALLEL, LayerShape
 from echelon.planning.scenario import Scenario
 
@@ -81,12 +83,13 @@ def _score_backward_bytes(scenario: Scenario, layer: LayerShape) -> float:
     return scores - max(0.0, saved_tensor_bytes(scenario, layer) - saved_before)
 
 
-def lm_head_bytes(scenario: Scenario, gradients_resident: bool) -> float:
+def lm_head_bytes(scenario: Scenario, gradients_resident: bool, c: Constants = FITTED_CONSTANTS) -> float:
     """Peak bytes of the head and its loss; a resident gradient buffer of the head is counted elsewhere."""
     vocab, width, size, tokens = scenario.shape.vocab, scenario.shape.width, scenario.element_bytes, scenario.tokens
     if not (scenario.has_kernels and scenario.layout.tp == 1):
         last_norm = NORM_TENSORS * tokens * width * size / scenario.sp_degree if scenario.is_unfused else 0.0
-        return tokens * vocab / scenario.layout.tp * LOGIT_BYTES + last_norm
+        logit_bytes = LOGIT_BYTES if scenario.is_own else program_memory(scenario, c).logit_bytes
+        return tokens * vocab / scenario.layout.tp * logit_bytes + last_norm
     chunk_tokens = tokens_per_chunk(vocab, size)
     hidden = tokens * width * size
     weight_gradient = vocab * width * (4 if tokens > chunk_tokens else size)

@@ -86,7 +86,7 @@ class _ShapeBuilder:
             attention=attention,
             other_parameters=(4 if spec.biases else 2) * width + biases + spec.extra_parameters,
             saved_elements=4 * width + (1.5 * width if spec.dropout else 0) + width * top_k,
-            saved_elements_tp=q + kv + 2 * out + inner,
+            saved_elements_tp=q + kv + out + inner,
             dispatched_elements=float(width * top_k),
             saved_elements_experts=float(expert_inner * top_k),
             moved_elements=10 * width + (4 * width if spec.dropout else 0) + 4 * width * top_k,

@@ -14,7 +14,9 @@ from itertools import product
 from echelon.layout import Layout
 from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.layout.rules import head_parallel_size
+from echelon.planning.calibrate.programs import OWN_PROGRAMS
 from echelon.planning.cost.expert_traffic import choose_ep_inner
+from echelon.planning.cost.program_memory import RECOMPUTED_MODULE_PROGRAMS, SAVED_OUTPUT_PROGRAMS
 from echelon.planning.scenario import PlanRequest
 
 MAX_VPP = 8
@@ -94,8 +96,11 @@ def _recompute_policies(request: PlanRequest) -> list[str]:
     # What `ops` saves is counted for Echelon's models alone, and compression cannot compress what it recomputes from.
     if request.has_counted_layers and not request.memory_options.compresses:
         policies.insert(1, "ops")
-    # Without materialized scores `selective` saves next to nothing.
-    return [*policies, "selective"] if request.scenario(Layout()).materializes_scores else policies
+    if request.program in RECOMPUTED_MODULE_PROGRAMS:
+        policies.insert(1, "ops")
+    # Without materialized scores `selective` saves next to nothing, but for programs that save outputs of GEMMs.
+    saves = request.scenario(Layout()).materializes_scores or request.program in SAVED_OUTPUT_PROGRAMS
+    return [*policies, "selective"] if saves else policies
 
 
 def _pipelines(request: PlanRequest, family: LayoutFamily, world: int) -> Iterator[LayoutBranch]:
@@ -215,7 +220,9 @@ def _zero_options(request: PlanRequest, dp: int, family: LayoutFamily, pp: int) 
     group, experts = in_node * family.tp * family.cp, family.ep * int(request.fixed.get("etp", 1))
     fits = 1 < in_node < dp and not dp % in_node and (not group % experts or not experts % group)
     hsdp = [{"zero": 3, "shard": in_node}] if fits else []
-    return [{"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3}, *hsdp]
+    # Other programs reduce once a step under a pipeline: zero=2 is zero=1 there.
+    stages = (0, 1, 3) if pp > 1 and request.program not in OWN_PROGRAMS else (0, 1, 2, 3)
+    return [*({"zero": zero} for zero in stages), *hsdp]
 
 
 def _ep_degrees(request: PlanRequest, world: int) -> list[tuple[int, int]]:

@@ -15,6 +15,7 @@ from echelon.launch.world import local_world_size, under_launcher
 from echelon.layout import ValidationError, ValidationIssue
 from echelon.models import model_config, user_model
 from echelon.optim import cost
+from echelon.planning.calibrate.programs import OWN_PROGRAMS
 from echelon.planning.cluster.cluster import Cluster, NodeGroup, local_cluster
 from echelon.planning.explain.reasons import explain_infeasible
 from echelon.planning.memory_options import MemoryOptions
@@ -150,6 +151,10 @@ def _from_file(path: Path) -> tuple[str, str]:
         report, reason = None, error.reason
     match report:
         case {"plans": [{"layout": str(layout), **others}, *_]}:
+            if (program := others.get("program", "echelon")) not in OWN_PROGRAMS:
+                rule = f"is priced for another program ({program}), which `train` does not run"
+                hint = "plan without --program"
+                raise ValidationError.single("plan", str(path), rule, hint=hint)
             return layout, str(others.get("precision", ""))
     legal = "auto, or a file that `echelon plan --json` printed"
     raise ValidationError.single("plan", str(path), reason, legal=legal)
