@@ -107,6 +107,8 @@ def test_devices_by_the_names_of_their_drivers() -> None:
     assert device_kind("NVIDIA GB200", 185 * GIB) == "gb200"
     assert device_kind("Tesla V100-SXM2-16GB", 16 * GIB) == "v100"
     assert device_kind("NVIDIA GeForce RTX 4090", 24 * GIB) == ""
+    assert device_kind("TPU v5e", 16 * GIB) == "tpu-v5e"
+    assert device_kind("TPU v5p", 32 * GIB) == "tpu-v5p"
 
 
 def test_names_and_files_load_no_torch(tmp_path: Path) -> None:

@@ -40,12 +40,38 @@ def test_a_profile_is_the_planned_microbatch() -> None:
 def test_uneven_replicas_are_planned_and_not_run() -> None:
     chosen = replicated_stages(price(scenario(*UNEVEN)))
     assert chosen is not None
-    assert chosen.pipeline.replicas == (2, 1)
+    assert chosen.pipeline.replicas == (1, 2)
     assert chosen.layout == ""
     assert chosen.to_json()["runnable"] is False
     assert str(chosen).endswith(
-        f"2 stages on 2, 1 ranks: a microbatch every {chosen.pipeline.seconds:.3g} s at best. Plan only: {NOT_RUN}."
+        f"2 stages on 1, 2 ranks: a microbatch every {chosen.pipeline.seconds:.3g} s at best. Plan only: {NOT_RUN}."
     )
+
+
+def test_launches_decide_where_a_short_microbatch_is_cut() -> None:
+    """Its layers wait for the host, the head does not: the two ranks that take turns have the head.
+
+    With layers that took no longer than the device's work, the two ranks would have the first layers instead, and the
+    head would be with three layers on the last rank (2, 1).
+    """
+    profile = predicted_profile(scenario(*UNEVEN))
+    layer, head, layers = profile.layer_seconds[1], profile.layer_seconds[-1], len(profile.links) - 2
+
+    def pace(layer: float, is_first: bool) -> float:
+        """The best pace of one rank on the first or the last layers, with the other two on the rest."""
+        whole = head + layers * layer
+        alone = [k * layer + (0.0 if is_first else head) for k in range(layers)]
+        return min(max(seconds, (whole - seconds) / 2) for seconds in alone)
+
+    chosen = replicated_stages(price(scenario(*UNEVEN)))
+    assert chosen is not None
+    assert chosen.pipeline.seconds == pytest.approx(pace(layer, True), rel=1e-9)
+    assert pace(layer, True) < pace(layer, False)
+    case = scenario(*UNEVEN)
+    m = microbatch_time(count_work(case), constants_for(case))
+    device = float(m.forward_device + m.backward_device) / layers
+    assert layer > 1.2 * device
+    assert pace(device, False) < pace(device, True)
 
 
 def test_equal_replicas_are_a_layout_that_runs() -> None:
@@ -75,7 +101,7 @@ def test_the_command_reports_it() -> None:
     model, devices, layout = UNEVEN
     options = ["--batch", "6", "--seq-len", "1024", "--layout", layout]
     shown = json.loads(CliRunner().invoke(app, ["plan", model, "--cluster", devices, *options, "--json"]).output)
-    assert shown["replicated_stages"]["replicas"] == [2, 1]
+    assert shown["replicated_stages"]["replicas"] == [1, 2]
     assert (shown["replicated_stages"]["runnable"], shown["replicated_stages"]["reasons"]) == (False, [NOT_RUN])
     assert NOT_RUN in shown["plans"][0]["reasons"][-1]
     text = CliRunner().invoke(app, ["plan", model, "--cluster", devices, *options]).output

@@ -141,6 +141,24 @@ def test_a_plan_of_a_custom_model_is_folded_and_runs(pool: RankPool) -> None:
     assert verdict["model"].endswith("test_verifier.py:build")
 
 
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "deepseek-v3", "llama-405b"])
+def test_a_reduced_model_of_many_layers_is_small(model: str) -> None:
+    """One of 48 chunks has 48 layers: qwen3-30b-a3b had 3.4 million parameters of them."""
+    case = VerifyCase(model=find_model(model), reduce=True, max_ranks=8)
+    run = case_for_layout(case, Layout.parse("pp=8,schedule=interleaved,vpp=6,microbatch=2,accumulate=16"))
+    assert isinstance(run.case.model, ModelConfig)
+    assert run.case.model.layers >= 48
+    check_case(run)
+
+
+def test_many_stages_and_microbatches_may_take_longer() -> None:
+    """48 stages with 16 microbatches ran out of the 120 s of all others, on two cores that had other work."""
+    text = "pp=8,schedule=interleaved,vpp=6,accumulate=16"
+    assert verifier.timeout_for(Layout.parse(text)) == 3 * verifier.TIMEOUT
+    for usual in ("dp=8,zero=3,accumulate=8", "pp=8,schedule=zb-v,accumulate=16", "pp=4,accumulate=8"):
+        assert verifier.timeout_for(Layout.parse(usual)) == verifier.TIMEOUT
+
+
 def test_a_schedule_file_has_as_many_layers_as_it_needs(tmp_path: Path) -> None:
     path = tmp_path / "mine.txt"
     path.write_text(str(make_schedule("interleaved", 4, 12, chunks=3)))

@@ -3,10 +3,11 @@
 [Note: the sizes of a reduced model]
 
     layers       one per pipeline chunk, at least four; one more where the chunks of the full model are uneven, too
+    width        64 or a little more; half of it in a model of many layers, which has as many chunks
     heads        a tp rank has full kv heads, or shares one with others, as in the full model. Up to four query heads
                  per kv head: the ratio of the full model, or four
     head dim     4 or more, so that RoPE rotates different frequencies
-    experts      up to 16, or the next multiple of ep
+    experts      up to 16, or the next multiple of ep; hidden units in multiples of 8, which etp divides
     everything   else is in proportion to the width
 """
 
@@ -24,7 +25,7 @@ from echelon.models.moe_config import MoEConfig
 
 LAYERS, WIDTH, HEADS, VOCAB, MAX_SEQ_LEN, EXPERTS = 4, 64, 4, 257, 256, 16
 MAX_LAYERS = 16
-"""layers of recomputed segments, at most, unless there are more stages"""
+"""layers of recomputed segments, at most, unless there are more stages; a model of more is narrower"""
 MAX_GROUP = 4
 """query heads per kv head, at most"""
 MIN_HEAD_DIM = 4
@@ -81,10 +82,12 @@ def reduced_for_layout(
         return config
     heads, kv_heads = _num_heads(config, layout, folded)
     experts = _next_multiple(min(EXPERTS, config.moe.experts), folded.ep) if config.moe else EXPERTS
-    head_dim = head_dim or max(_next_multiple(math.ceil(WIDTH / heads), 2), MIN_HEAD_DIM)
+    layers = _num_layers(config, layout, folded.recompute, stages)
+    width = WIDTH if layers <= MAX_LAYERS + 1 else WIDTH // 2
+    head_dim = head_dim or max(_next_multiple(math.ceil(width / heads), 2), MIN_HEAD_DIM)
     return reduced_config(
         config,
-        layers=_num_layers(config, layout, folded.recompute, stages),
+        layers=layers,
         width=heads * head_dim,
         heads=heads,
         kv_heads=kv_heads,
@@ -157,7 +160,7 @@ def _reduced_moe(moe: MoEConfig, scale: float, experts: int, tp: int) -> MoEConf
         moe,
         experts=experts,
         k=min(moe.k, MAX_K),
-        ffn=max(min(round(moe.ffn * scale), 256 // experts), 8),
+        ffn=max(min(round(moe.ffn * scale), 256 // experts) // 8 * 8, 8),
         options=tuple(options.items()),
         shared_ffn=_next_multiple(shared_ffn, tp) if moe.shared_ffn else 0,
         dense_layers=min(moe.dense_layers, 1),

@@ -38,6 +38,8 @@ from echelon.verification.verify_request import (
 
 TOLERANCE, RELATIVE_TOLERANCE, TIMEOUT = 1e-10, 1e-9, 120.0
 """largest `Difference.error` and `Difference.relative` that pass in float64; seconds for each collective"""
+USUAL_PASSES = 256
+"""forward passes of stages in a step that TIMEOUT suits; more get longer in proportion"""
 PRELOAD = ("echelon.verification.compare", "echelon.verification.truth")
 """modules that every rank needs, imported once before the pool forks"""
 Tolerance = Callable[[Difference], float]
@@ -206,7 +208,8 @@ class Verifier:
 
     def _differences(self, case: VerifyCase, layout: Layout) -> list[Difference]:
         arguments = (_with_enough_steps(case, layout), str(layout), self.leave_out, self._truth_file(case, layout))
-        reports: list[RankReport] = self.pool.run(run_and_compare, layout.world, *arguments, timeout=TIMEOUT)
+        timeout = timeout_for(layout)
+        reports: list[RankReport] = self.pool.run(run_and_compare, layout.world, *arguments, timeout=timeout)
         self._collective_skipped |= any(report.collective_skipped for report in reports)
         largest: dict[tuple[int, str, str], Difference] = {}
         for difference in (difference for report in reports for difference in report.differences):
@@ -233,7 +236,7 @@ class Verifier:
             path = self._scratch.path / f"{len(self._truth_files)}.safetensors"
             if rule:
                 arguments = (_with_enough_steps(case, layout), str(layout), path)
-                self.pool.run(write_emulation, 1, *arguments, timeout=TIMEOUT)
+                self.pool.run(write_emulation, 1, *arguments, timeout=timeout_for(layout))
             else:
                 self.pool.run(write_truth, 1, case, layout.batch, layout.accumulate, path, timeout=TIMEOUT)
             self._truth_files[key] = path
@@ -289,6 +292,12 @@ class Verifier:
             return any(_excess(difference, allowed) > 1 for difference in differences)
         except RankError:
             return True
+
+
+def timeout_for(layout: Layout) -> float:
+    """Seconds that the ranks of a layout may take: 48 stages with 16 microbatches take 85 on two idle cores."""
+    passes = layout.pp * layout.vpp * layout.accumulate if layout.pp > 1 else 0
+    return TIMEOUT * max(1.0, passes / USUAL_PASSES)
 
 
 def _with_enough_steps(case: VerifyCase, layout: Layout) -> VerifyCase:

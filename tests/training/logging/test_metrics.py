@@ -50,9 +50,18 @@ def test_known_devices(name, peak):
 @pytest.mark.parametrize("kind", [kind for kind in DEVICE_KINDS if kind != "cpu"])
 def test_mfu_and_plans_share_one_peak(kind):
     """A GB200 had 2,500 TFLOP/s in a run's MFU and 2,450 in a plan's."""
-    found = metrics.known_peak(f"NVIDIA {kind.partition('-')[0].upper()}")
+    found = metrics.known_peak(f"NVIDIA {DEVICE_KINDS[kind].driver_name}")
     assert found is not None
     assert found.flops == DEVICE_KINDS[kind].peak("bf16")
+
+
+def test_devices_of_one_name_have_one_peak():
+    """Three generations of TPUs, of 275, 197 and 459 TFLOP/s, were all called TPU, with the peak of the last."""
+    peaks = {}
+    for kind in DEVICE_KINDS.values():
+        assert peaks.setdefault(kind.driver_name, kind.peak("bf16")) == kind.peak("bf16")
+    assert [metrics.known_peak(f"TPU {variant}").flops for variant in ("v4", "v5e", "v5p")] == [275e12, 197e12, 459e12]
+    assert metrics.known_peak("TPU") is None
 
 
 def test_an_unknown_device_has_no_known_peak():

@@ -241,8 +241,9 @@ def device_kind(name: str, memory: int) -> str:
     >>> device_kind("NVIDIA A100-SXM4-80GB", 80 << 30), device_kind("NVIDIA H200", 140 << 30)
     ('a100-80', 'h200')
     """
-    words = re.split(r"[^a-z0-9]+", name.lower())
-    named = [kind for kind in DEVICE_KINDS if kind.partition("-")[0] in words]
+    named = [
+        kind for kind, known in DEVICE_KINDS.items() if re.search(rf"\b{known.driver_name}\b", name, re.IGNORECASE)
+    ]
     return min(named, key=lambda kind: abs(DEVICE_KINDS[kind].memory - memory), default="")
 
 

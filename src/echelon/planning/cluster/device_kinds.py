@@ -58,6 +58,12 @@ class DeviceKind:
         return any(name in self.flops for name in wider)
 
     @property
+    def driver_name(self) -> str:
+        """What the names that drivers report of its devices contain: `A100` of both memory sizes, `TPU v4`."""
+        model, _, variant = self.name.partition("-")
+        return f"{model.upper()} {variant}" if self.generation == "tpu" else model.upper()
+
+    @property
     def power_share(self) -> float:
         """Share of its clock that a device holds in GEMMs, to one of its generation with more watts for each FLOP."""
         full = FULL_POWER.get(self.generation, 0.0) * self.peak("bf16") / 1e12

@@ -51,9 +51,10 @@ def cp_time(work: MicrobatchWork, rates: ReachedRates, forward: Number, backward
     merge = cp.memory_bytes / rates.memory_bandwidth
     merge_backward = cp.memory_bytes_backward / rates.memory_bandwidth
     block, block_backward = (forward + merge) / steps, (backward + merge_backward) / steps
-    ring = (steps - 1) * exposed_time(hop, block)
-    both = exposed_time(hop + gradient_hop, block_backward)
-    ring_backward = exposed_time(hop, block_backward) + np.maximum(steps - 2, 0) * both + gradient_hop
+    beside, beside_backward = rates.hides_communication * block, rates.hides_communication * block_backward
+    ring = (steps - 1) * exposed_time(hop, beside)
+    both = exposed_time(hop + gradient_hop, beside_backward)
+    ring_backward = exposed_time(hop, beside_backward) + np.maximum(steps - 2, 0) * both + gradient_hop
     intra_node = cp.intra_node_bytes / rates.intra_node_bandwidth
     inter_node = cp.inter_node_bytes / rates.inter_node_bandwidth
     collectives = np.maximum(intra_node, inter_node) + rates.latency * cp.num_collectives

@@ -182,7 +182,7 @@ def _exposed_tp_time(work: MicrobatchWork, rates: ReachedRates, profile: Program
     seconds = np.where(tp.ranks > 1, tp.wire_bytes / bandwidth + latency * tp.num_collectives, 0.0)
     beside = seconds * tp.overlapped_bytes / np.maximum(tp.wire_bytes, 1.0)
     exposed_share = np.where(np.isin(work.device.generation, TP_OVERLAP), 1 - profile.tp_overlap, 1.0)
-    overlapped: Number = exposed_time(beside, (1 + GEMM_BACKWARD_RATIO) * gemms)
+    overlapped: Number = exposed_time(beside, rates.hides_communication * (1 + GEMM_BACKWARD_RATIO) * gemms)
     return (seconds - beside) * exposed_share + overlapped
 
 
@@ -295,7 +295,8 @@ def dp_overlap_time(work: StepWork, c: Constants, busy: Number) -> Number:
     """Time of compute that overlaps gathers of parameters and reductions of gradients."""
     profile, m = program_profile(work.microbatch.program, c), microbatch_time(work, c)
     once_a_step = profile.overlap * (m.forward + m.backward) * _last_passes(work)
-    return np.where(work.dp.every_microbatch > 0, busy, once_a_step)
+    hides = reached_rates(work.microbatch.device, c, profile).hides_communication
+    return hides * np.where(work.dp.every_microbatch > 0, busy, once_a_step)
 
 
 def _last_passes(work: StepWork) -> Number:
@@ -322,14 +323,14 @@ def _exposed_dp_time(work: StepWork, c: Constants, busy: Number) -> Number:
     replicated = [_group_times(group, rates, reduces_all=True) for group in (dp.replicas, dp.expert_replicas)]
     gather, reduce = (sum(times) for times in zip(*sharded, strict=True))
     all_reduce = sum(seconds for _, seconds in replicated)
-    total = gather + reduce
-    forward, backward = (profile.overlap * each * _last_passes(work) for each in (m.forward, m.backward))
+    total, hides = gather + reduce, rates.hides_communication
+    forward, backward = (hides * profile.overlap * each * _last_passes(work) for each in (m.forward, m.backward))
     once = exposed_time(gather, forward) + exposed_time(reduce + all_reduce, backward)
     early = np.where(dp.regathers > 0, gather / 2, gather)
     forward_share = m.forward / (m.forward + m.backward)
-    hidden_early, hidden_late = forward_share * busy, (1 - forward_share) * busy
+    hidden_early, hidden_late = hides * forward_share * busy, hides * (1 - forward_share) * busy
     every = exposed_time(early, hidden_early) + exposed_time(total - early, hidden_late)
-    every += total * work.pipeline.pp / np.maximum(layers, 1) + c.contention * np.minimum(total, busy)
+    every += hides * (total * work.pipeline.pp / np.maximum(layers, 1) + c.contention * np.minimum(total, busy))
     every += exposed_time(all_reduce, backward)
     exposed: Number = np.where(dp.every_microbatch > 0, every, once)
     return exposed

@@ -92,7 +92,12 @@ def _levels(scenario: Scenario, rates: ReachedRates) -> list[NetworkLevel]:
 
 
 def predicted_profile(scenario: Scenario, c: Constants = FITTED_CONSTANTS) -> PipelineProfile:
-    """Seconds and bytes of the embedding, every layer and the head, for a microbatch on a group of tp x cp devices."""
+    """Seconds and bytes of the embedding, every layer and the head, for a microbatch on a group of tp x cp devices.
+
+    The constants become those of the scenario, as in `price`: in a small microbatch, launches of our kernels are most
+    of a layer's time.
+    """
+    c = constants_for(scenario, c)
     shape, size, ranks = scenario.shape, scenario.element_bytes, scenario.layout.tp
     work = count_work(scenario)
     m, correction = microbatch_time(work, c), scenario.correction / shape.num_layers

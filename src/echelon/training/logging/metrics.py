@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 BF16_PEAK = {
-    **{name.partition("-")[0].upper(): kind.peak("bf16") for name, kind in DEVICE_KINDS.items() if name != "cpu"},
+    **{kind.driver_name: kind.peak("bf16") for kind in DEVICE_KINDS.values() if kind.name != "cpu"},
     "T4": 65e12,  # fp16: it has no bf16
     "A10": 125e12,
     "A10G": 70e12,
