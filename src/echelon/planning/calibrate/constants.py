@@ -15,67 +15,67 @@ from echelon.planning.calibrate.programs import FITTED_PROFILES, ProgramProfile
 class Constants:
     # GEMMs: share of the peak that large ones reach
     volta: float = 0.774
-    ampere: float = 0.682
-    hopper: float = 0.588
-    blackwell: float = 0.466
+    ampere: float = 0.699
+    hopper: float = 0.59
+    blackwell: float = 0.465
     cpu: float = 0.7
     """assumed, not fitted: there are no published runs on CPUs"""
-    tpu: float = 0.919
-    accelerator: float = 0.469
+    tpu: float = 0.923
+    accelerator: float = 0.472
     """of AMD Instinct and accelerators that are no GPU, whose libraries are younger; few sources measured them"""
-    hopper_fp8: float = 0.599
-    blackwell_fp8: float = 0.665
-    fp4: float = 0.474
-    edge: float = 77.8
+    hopper_fp8: float = 0.588
+    blackwell_fp8: float = 0.669
+    fp4: float = 0.473
+    edge: float = 78.8
     """elements added to each dimension of a GEMM, for partly filled tiles"""
-    misaligned_gemms: float = 0.54
+    misaligned_gemms: float = 0.563
     """extra time of a GEMM whose dims are not multiples of 64"""
-    expert_edge: float = 225
+    expert_edge: float = 224
     """`edge` of the grouped GEMMs of experts"""
     # attention: share of the 16-bit peak
-    flash1: float = 0.27
-    flash2: float = 0.343
-    best_attention: float = 0.396
+    flash1: float = 0.285
+    flash2: float = 0.348
+    best_attention: float = 0.395
     blockwise_attention: float = 0.98
     """attention in the blocks of context parallelism, to that in one call, without merging: less than 1, as all but one
     block have no mask; published runs say little about it, anything from 0.95 to 1.02 suits them"""
-    fused_score_bytes: float = 11
+    fused_score_bytes: float = 10.6
     """bytes moved per score that is written out, with a fused softmax"""
-    plain_score_bytes: float = 26.8
+    plain_score_bytes: float = 27.5
     """the same with plain operators"""
     # memory
-    memory_bandwidth: float = 0.795
+    memory_bandwidth: float = 0.826
     """share of the memory's bandwidth that operators reach"""
-    unfused_norms: float = 7.15
+    unfused_norms: float = 6.71
     """times the bytes that norms of several kernels move, to those of one"""
-    cast_bytes: float = 4.12
+    cast_bytes: float = 3.8
     """bytes moved per element to cast the inputs of low-precision GEMMs"""
     # starting
-    launch_experts: float = 0.00162
+    launch_experts: float = 0.00169
     """seconds more in a layer with experts: sorting tokens, many small kernels, waiting for counts"""
-    launch: float = 0.00242
+    launch: float = 0.00238
     """seconds of the host to launch a layer's kernels, forward or backward"""
-    step_overhead: float = 0.0247
+    step_overhead: float = 0.0245
     """seconds of a step outside all that is counted: launches of the update, waiting for the slowest rank, logging"""
     single_device_share: float = 0.5
     """share of that on a single device"""
     # links
-    intra_node: float = 0.725
+    intra_node: float = 0.711
     """share of the bandwidth inside a node"""
-    inter_node: float = 0.666
+    inter_node: float = 0.647
     """of that between nodes"""
     hop_intra: float = 3.85e-06
     """seconds that each further device of a node adds to a collective"""
-    hop_inter: float = 1.29e-05
+    hop_inter: float = 1.36e-05
     """the same of each further node"""
-    congestion: float = 0.0267
+    congestion: float = 0.0274
     """share of the bandwidth between nodes that is lost whenever their number doubles"""
-    ep_exposed: float = 0.51
-    pp_exposed: float = 0.27
-    contention: float = 0.171
+    ep_exposed: float = 0.492
+    pp_exposed: float = 0.263
+    contention: float = 0.125
     """share of overlapped communication by which it slows the compute that hides it"""
     # the rest
-    update_bytes: float = 52.6
+    update_bytes: float = 51.8
     """bytes moved per parameter by the update"""
     # memory
     activation_slack: float = 0.2
@@ -84,7 +84,7 @@ class Constants:
     """times the activations of a layer that its backward needs while it runs: gradients, copies, workspace"""
     context_gib: float = 4
     """GiB of a device's context and its communication library"""
-    unfused_norm_saved: float = 7.0
+    unfused_norm_saved: float = 7
     """elements per element of width that norms of several kernels save in a layer: their steps, in 32 bits"""
     profiles: tuple[ProgramProfile, ...] = FITTED_PROFILES
     """of programs, in the order of PROGRAMS"""

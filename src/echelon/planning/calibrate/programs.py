@@ -86,13 +86,13 @@ class ProgramProfile:
 _PROFILES = {
     "echelon": ProgramProfile(overlap=0.56),
     "plain": ProgramProfile(traffic=1.4, overlap=0.56),
-    "megatron": ProgramProfile(overlap=0.778, tp_overlap=0.758),
-    "megatron-2021": ProgramProfile(speed=1.05, traffic=1.4, overlap=0.202),
-    "deepspeed": ProgramProfile(speed=0.911, traffic=0.94, overlap=0.601),
-    "torch": ProgramProfile(speed=0.987, traffic=0.798, overlap=0.583, host=0.55),
-    "torch-compiled": ProgramProfile(traffic=1.09, overlap=0.683, host=0.55),
-    "xla": ProgramProfile(speed=0.963, traffic=1.39, overlap=0.581, host=0.1),
-    "unknown": ProgramProfile(speed=0.985, traffic=1.08, overlap=0.529, tp_overlap=0.126, host=0.558),
+    "megatron": ProgramProfile(overlap=0.682, tp_overlap=0.746),
+    "megatron-2021": ProgramProfile(speed=1.03, traffic=1.59, overlap=0.105),
+    "deepspeed": ProgramProfile(speed=0.897, traffic=1.05, overlap=0.583),
+    "torch": ProgramProfile(speed=0.973, traffic=0.882, overlap=0.581, host=0.55),
+    "torch-compiled": ProgramProfile(speed=1.01, traffic=1.15, overlap=0.695, host=0.55),
+    "xla": ProgramProfile(speed=0.952, traffic=1.52, overlap=0.564, host=0.1),
+    "unknown": ProgramProfile(speed=0.977, traffic=1.17, overlap=0.46, tp_overlap=0.124, host=0.558),
 }
 FITTED_PROFILES = tuple(_PROFILES[name] for name in PROGRAMS)
 """`bench/fit.py` fits them. Megatron's speed and traffic are 1: it is the base. An unknown program has the mean of the
