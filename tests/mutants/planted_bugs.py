@@ -1,7 +1,8 @@
 """Planted bugs, and the run that shows that the tests catch them: `make mutants`.
 
     planted_bugs.toml     the list: file, old text, new text, the tests that catch it, why it matters
-    run_planted_bugs      copies src/ to a scratch folder, plants one bug after another there, and runs its tests
+    run_planted_bugs      copies src/ and the programs of bench/ to a scratch folder, plants one bug after another
+                          there, and runs its tests
 
 Each run is a fork of a process that has imported torch and pytest but nothing of the project, so it starts quickly and
 imports the planted source. A bug is caught if its tests fail; a test that cannot be collected catches nothing.
@@ -38,7 +39,7 @@ NO_STATUS = 99
 class PlantedBug:
     name: str
     file: str
-    """below src/echelon"""
+    """below src/echelon; ../../bench/NAME is a program of bench/"""
     old: str
     """text that occurs once in the file"""
     new: str
@@ -88,6 +89,9 @@ class PlantedBugRunner:
         self._output = scratch / "output.txt"
         self._child = 0
         shutil.copytree(root / "src", self.source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        (scratch / "bench").mkdir()
+        for program in (root / "bench").glob("*.py"):
+            shutil.copy(program, scratch / "bench")
 
     @contextlib.contextmanager
     def planted(self, bug: PlantedBug) -> Iterator[None]:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 from typer.testing import CliRunner
 
 import echelon as ec
 from echelon.cli import app
-from echelon.planning.calibrate.programs import LAYOUT_VALUES, PLANNED_PROGRAMS
+from echelon.planning.calibrate.programs import (
+    FITTED_PROFILES,
+    LAYOUT_VALUES,
+    OWN_PROGRAMS,
+    PLANNED_PROGRAMS,
+    PROGRAMS,
+)
 from echelon.planning.planner import find_plans, train_command
 from echelon.planning.show import plan_labels
 
@@ -33,6 +40,16 @@ def test_what_another_program_does_is_not_run(tmp_path):
         assert "torchrun" not in text
         assert '<span class="mark yellow">plan only' not in text
     assert train_command(ec.plan("llama-1b", "8xh100", batch=64, program="deepspeed")[0], "llama-1b") == ""
+
+
+def test_programs_differ():
+    """What was fitted to the runs of a program is its own; what nobody measured is the mean of the others."""
+    profiles = dict(zip(PROGRAMS, FITTED_PROFILES, strict=True))
+    assert len(set(profiles.values())) == len(PROGRAMS)
+    measured = [profiles[name] for name in PROGRAMS if name not in (*OWN_PROGRAMS, "unknown")]
+    for name in ("speed", "traffic", "overlap", "step_overhead"):
+        mean = math.prod(getattr(profile, name) for profile in measured) ** (1 / len(measured))
+        assert getattr(profiles["unknown"], name) == pytest.approx(mean, rel=0.02)
 
 
 @pytest.mark.parametrize(("given", "meant"), [("megatronn", "megatron"), ("plain", ""), ("", "")])

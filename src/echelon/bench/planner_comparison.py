@@ -45,14 +45,15 @@ def read_steps(path: Path | str) -> list[MeasuredStep]:
     """Read every row of ours that did not fail."""
     record = json.loads(Path(path).read_text(encoding="utf-8"))
     rows = [{**DEFAULT_SETTINGS, **row} for row in record["rows"]]
-    return list(_steps(rows, record["device"].rpartition(" ")[2].lower(), Path(path).parents[1]))
+    return list(_steps(rows, record["device"].rpartition(" ")[2].lower(), Path(path).resolve().parents[1]))
 
 
 def _shape(row: Mapping[str, Any], modules: Path) -> ModelShape:
     if "shape" in row:
         return config_shape(reference_model(REFERENCE_SHAPES[row["shape"]].size, row["seq"]))
     if ".py:" in row["model"]:
-        return resolve_shape(str(modules / row["model"]))
+        # Where the checkout is says nothing of the model.
+        return replace(resolve_shape(str(modules / row["model"])), name=f"{modules.name}/{row['model']}")
     record = reference_model(row["model"], row["seq"])
     if "layers" in row:
         record = replace(record, name=f"{record.name}, {row['layers']} layers", layers=row["layers"])
