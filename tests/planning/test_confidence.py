@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import io
 from collections import defaultdict
 from dataclasses import replace
@@ -110,10 +112,14 @@ def test_the_interval_widens_with_the_number_of_reasons_and_with_the_distance():
 def test_the_narrow_interval_is_that_of_one_h200_alone():
     """It was that of any single device, and of layouts that offload."""
     own = {"layout": "dp=1", "program": "echelon"}
-    narrow = priced(parse_cluster("1xh200"), **own).spread
-    for kind in ("v100", "a100-80", "h100", "b200"):
-        assert priced(parse_cluster(f"1x{kind}"), **own).spread > 1.1 * narrow
-    assert priced(parse_cluster("1xh200"), **(own | {"layout": "dp=1,offload=params"})).spread > 1.1 * narrow
+
+
+    def half_width(cluster: str, **more: str) -> float:
+        return math.log(priced(parse_cluster(cluster), **(own | more)).spread)
+
+    narrow = half_width("1xh200")
+    assert all(half_width(f"1x{kind}") > 1.5 * narrow for kind in ("v100", "a100-80", "h100", "b200"))
+    assert half_width("1xh200", layout="dp=1,offload=params") > 1.5 * narrow
 
 
 def test_what_is_called_measured_is_in_the_table():

@@ -29,7 +29,7 @@ def count(layout: str, cluster: str = "8xh100", model: str = "llama-8b", **optio
 def with_gathers_of(work: StepWork, forwards: float) -> StepWork:
     """The same step on a link on which a microbatch's gathers take so many of its forwards."""
     seconds = forwards * float(microbatch_time(work, QUIET).forward)
-    bandwidth = float(work.dp.gather_bytes) / seconds / QUIET.intra_node
+    bandwidth = float(work.dp.shards.gather_bytes) / seconds / QUIET.intra_node
     device = replace(work.microbatch.device, intra_node_bandwidth=bandwidth, latency=0.0)
     return replace(work, microbatch=replace(work.microbatch, device=device))
 
@@ -53,7 +53,7 @@ def test_fsdp_gathers_half_in_forward_and_half_in_backward() -> None:
     """Gathers of 1.5 forwards, and reductions of half as many bytes: 0.75 forwards beside a forward, the rest beside a
     backward of two. Had forward to hide all gathers, it would expose half a forward."""
     work = with_gathers_of(count("dp=8,zero=3,microbatch=1", reduce_bytes=2), 1.5)
-    assert float(work.dp.reduce_bytes) == pytest.approx(float(work.dp.gather_bytes) / 2, rel=0.01)
+    assert float(work.dp.shards.reduce_bytes) == pytest.approx(float(work.dp.shards.gather_bytes) / 2, rel=0.01)
     forward = float(microbatch_time(work, QUIET).forward)
     assert link_seconds(work) / 32 < exposed(work) < link_seconds(work) / 32 + 0.05 * forward
 
@@ -86,7 +86,7 @@ def test_zero_2_of_other_programs_reduces_once_a_step_under_a_pipeline() -> None
 
     def reduced(layout: str, program: str) -> tuple[float, bool]:
         work = count(layout, "64xh100", program=program)
-        return float(work.dp.reduce_bytes), bool(work.dp.every_microbatch)
+        return float(work.dp.shards.reduce_bytes + work.dp.replicas.reduce_bytes), bool(work.dp.every_microbatch)
 
     once, often = ("dp=8,pp=8,zero=2,accumulate=8", "dp=8,pp=8,zero=2,accumulate=32")
     assert reduced(once, "megatron") == reduced(often, "megatron") == (reduced(often, "megatron")[0], False)
@@ -113,7 +113,7 @@ def test_programs_priced_together_keep_their_profiles() -> None:
     for field in fields(StepTimes):
         alone = [float(getattr(step_times(work), field.name)) for work in works]
         assert getattr(together, field.name) == pytest.approx(alone), field.name
-    assert len(set(together.rest)) > len(works) // 2
+    assert len(set(together.total)) > len(works) // 2
 
 
 def test_unbalanced_context_parallelism_waits_for_its_last_rank() -> None:

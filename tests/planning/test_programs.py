@@ -47,7 +47,7 @@ def test_programs_differ():
     profiles = dict(zip(PROGRAMS, FITTED_PROFILES, strict=True))
     assert len(set(profiles.values())) == len(PROGRAMS)
     measured = [profiles[name] for name in PROGRAMS if name not in (*OWN_PROGRAMS, "unknown")]
-    for name in ("speed", "traffic", "overlap", "step_overhead"):
+    for name in ("speed", "traffic", "overlap", "host"):
         mean = math.prod(getattr(profile, name) for profile in measured) ** (1 / len(measured))
         assert getattr(profiles["unknown"], name) == pytest.approx(mean, rel=0.02)
 
@@ -70,7 +70,9 @@ def test_other_programs_get_the_layouts_that_they_have(program):
     for plan in ec.plan("llama-70b", "144xgb200", batch=288, program=program, top=20):
         for key, values in LAYOUT_VALUES[program].items():
             assert getattr(plan.layout, key).partition(":")[0] in values
-        assert not any("recompute=ops" in reason or "as 2d" in reason.lower() for reason in plan.reasons)
+        has_ops = "ops" in LAYOUT_VALUES[program].get("recompute", ())
+        assert has_ops or not any("recompute=ops" in reason for reason in plan.reasons)
+        assert not any("as 2d" in reason.lower() for reason in plan.reasons)
 
 
 def test_keys_that_the_user_fixes_are_kept():
@@ -93,5 +95,7 @@ def test_an_unknown_program_is_among_the_others_with_a_wider_interval():
     unknown, *others = plans.pop("unknown"), *plans.values()
     seconds = [plan.seconds for plan in others]
     assert min(seconds) < unknown.seconds < max(seconds)
-    assert unknown.spread > max(plan.spread for plan in others)
+    measured = [plan for plan in others if not plan.extrapolated]
+    assert measured
+    assert unknown.spread > max(plan.spread for plan in measured)
     assert "by an unknown program" in plan_labels.describe_request(unknown)

@@ -21,7 +21,7 @@ ROW |= {"seq_len": "4096", "gpu": "h100", "gpus": "16", "global_batch": "64"}
         ("8x400 Gb/s", 50),
         ("8 x 400 Gbps", 50),
         ("100 GB/s", 12.5),
-        ("Omni-Path", 6.25),
+        ("4 Omni-Path links per node", 6.25),
     ],
 )
 def test_a_link_is_of_a_device_or_of_a_node(text: str, gb_per_s: float) -> None:
