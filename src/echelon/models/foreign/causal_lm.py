@@ -7,7 +7,8 @@ family's code is replaced or repeated: its forward runs as written, as a whole o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from echelon.models import init_weights
 from echelon.models.attention import document_positions
 from echelon.models.foreign.float64_casts import float64_casts
+from echelon.models.foreign.functional_dropout import add_sites, counter_dropout
 from echelon.models.foreign.hf_source import HFSource
 from echelon.models.foreign.init_rules import materialize_buffers, record_init
 from echelon.models.foreign.layer_stack import LayerCall, LayerStack, find_layer_stack
@@ -24,6 +26,22 @@ from echelon.models.pipeline_model import PipelineLayer, PipelineModel
 from echelon.rng import Init
 
 LogitsLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class ForeignLayer(nn.Module):
+    """What `adapt` adds to the class of a layer, whose forward backward may recompute alone."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with exact_casts_and_dropout(self):
+            return super().forward(*args, **kwargs)
+
+
+@contextmanager
+def exact_casts_and_dropout(module: nn.Module) -> Iterator[None]:
+    """Run code of transformers in float64 if the module is, and with dropout that does not depend on the layout."""
+    dtype = next((p.dtype for p in module.parameters()), torch.float32)
+    with float64_casts(dtype), counter_dropout(module):
+        yield
 
 
 class ForeignCausalLM(nn.Module):
@@ -92,8 +110,8 @@ class ForeignCausalLM(nn.Module):
     context_dtype: torch.dtype | None = None
     """dtype of the hidden states, where no parameter of this rank has it"""
 
-    def _casts(self) -> Any:
-        return float64_casts(next(self.parameters()).dtype)
+    def _casts(self) -> AbstractContextManager[None]:
+        return exact_casts_and_dropout(self)
 
     # -- pipeline layers ----------------------------------------------------------------------------------------------
 
@@ -177,18 +195,24 @@ def adapt(model: nn.Module) -> Any:
         return model
     own: Any = type(model)
     with torch.device("meta"):
-        twin = _with_contract(own(model.config))  # its layers are found without computing anything
-    adapted = _with_contract(model)
+        twin = _derive(own(model.config), ForeignCausalLM)  # its layers are found without computing anything
+    adapted = _derive(model, ForeignCausalLM)
     adapted.layer_stack = find_layer_stack(twin)
+    layers = [adapted.get_submodule(name) for name in adapted.layer_stack.layer_names]
+    for module, probabilities in zip((*layers, adapted), adapted.layer_stack.dropouts, strict=True):
+        add_sites(module, probabilities)
+    for layer in layers:
+        _derive(layer, ForeignLayer)
     for module in adapted.modules():
         module.wide_buffers = tuple(name for name, _ in module.named_buffers(recurse=False))
     return adapted
 
 
-def _with_contract(model: nn.Module) -> Any:
-    own = type(model)
-    model.__class__ = type(own.__name__, (ForeignCausalLM, own), {"__module__": own.__module__})
-    return model
+def _derive(module: nn.Module, mixin: type[nn.Module]) -> Any:
+    """Put a class before the module's own, under the same name."""
+    own = type(module)
+    module.__class__ = type(own.__name__, (mixin, own), {"__module__": own.__module__})
+    return module
 
 
 def build_causal_lm(

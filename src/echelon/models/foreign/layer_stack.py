@@ -25,6 +25,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+from echelon.models.foreign.functional_dropout import RecordDropoutCalls
 
 Call = Callable[..., Any]
 PROBE_ATTENTION = "echelon_shapes_only"
@@ -72,6 +75,8 @@ class LayerStack:
     hidden_size: int
     tables: tuple[str, ...]
     """modules without parameters outside the layers, such as rotary tables, which every stage holds"""
+    dropouts: tuple[tuple[float, ...], ...]
+    """probabilities of the dropouts that each layer calls as functions, and last of those around the layers"""
 
     @property
     def layer_names(self) -> tuple[str, ...]:
@@ -232,6 +237,7 @@ def find_layer_stack(model: nn.Module) -> LayerStack:
         attributes=tuple(_plain_attributes(layer) for layer in layers),
         hidden_size=record.hidden_size,
         tables=tuple(_without_parameters(model, path)),
+        dropouts=tuple(map(tuple, record.dropouts)),
     )
 
 
@@ -260,6 +266,7 @@ class _Probe:
         self.after: list[str] = []
         self.added_sizes: dict[str, int] = {}
         self.returns_tuple, self.hidden_size = False, 0
+        self.dropouts: list[list[float]] = []
 
     def run(self) -> None:
         handles = []
@@ -268,9 +275,11 @@ class _Probe:
             if name.startswith(inner):
                 index = name.removeprefix(inner)
                 if index.isdigit():
+                    handles.append(module.register_forward_pre_hook(self._before_layer))
                     handles.append(module.register_forward_hook(self._after_layer(int(index)), with_kwargs=True))
             elif any(True for _ in module.parameters(recurse=False)):
                 handles.append(module.register_forward_hook(self._after_other(name)))
+        quiet_dropouts(self.model)
         try:
             self._forward()
         finally:
@@ -285,17 +294,24 @@ class _Probe:
         # Masks of known attention read values, which tensors on meta do not have; masks of another are left out.
         for attention in (PROBE_ATTENTION, config._attn_implementation):
             self.layer_calls, self.before, self.after, self.added_sizes = [], [], [], {}
+            self.recorder, self.dropouts = RecordDropoutCalls(), [[] for _ in range(self.num_layers + 1)]
             try:
-                with torch.no_grad(), implementations(config, attention=attention, experts="batched_mm"):
+                with torch.no_grad(), self.recorder, implementations(config, attention=attention, experts="batched_mm"):
                     self.model.forward_as_written(input_ids=tokens, use_cache=False)  # type: ignore[operator]
+                self.dropouts[-1] += self.recorder.calls
                 return
             except Exception as raised:  # whatever a model's code raises without values
                 error = error or raised
         raise ValueError(f"{type(self.model).__name__} cannot run without values ({error})") from error
 
+    def _before_layer(self, _module: nn.Module, _args: Any) -> None:
+        self.dropouts[-1] += self.recorder.calls
+        self.recorder.calls = []
+
     def _after_layer(self, index: int) -> Callable[..., None]:
         def hook(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             self.layer_calls.append(index)
+            self.dropouts[index], self.recorder.calls = self.recorder.calls, []
             self.returns_tuple = isinstance(output, tuple)
             self.hidden_size = _split_hidden(args, kwargs)[0].shape[-1]
 
@@ -326,12 +342,24 @@ def implementations(config: Any, *, attention: str = "", experts: str = "") -> I
             setattr(config, key, value)
 
 
+def quiet_dropouts(model: nn.Module) -> None:
+    """Make the dropout modules of a model that is thrown away do nothing, so that only calls of functions count."""
+    for module in model.modules():
+        for name, child in module.named_children():
+            if isinstance(child, nn.Dropout):
+                quiet: Any = nn.Identity()
+                quiet.p = child.p
+                setattr(module, name, quiet)
+
+
 def shapes_only_attention(
-    _module: nn.Module, query: Tensor, _key: Tensor, value: Tensor, *_args: Any, **_kwargs: Any
+    _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_args: Any, dropout: float = 0.0, **_kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attention for the probe: an empty result of the right shape."""
-    rows, heads, tokens, _ = query.shape
-    return query.new_empty(rows, tokens, heads, value.shape[-1]), None
+    """Attention for the probe: a result of the right shape, by the function that will drop probabilities."""
+    repeat = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
+    out = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
+    return out.transpose(1, 2), None
 
 
 def register_shapes_only_attention() -> None:
