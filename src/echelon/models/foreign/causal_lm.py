@@ -21,6 +21,7 @@ from echelon.models.foreign.functional_dropout import add_sites, counter_dropout
 from echelon.models.foreign.hf_source import HFSource
 from echelon.models.foreign.init_rules import materialize_buffers, record_init
 from echelon.models.foreign.layer_stack import LayerCall, LayerStack, find_layer_stack
+from echelon.models.foreign.unfuse import PartInit, unfuse
 from echelon.models.layers import loss_sum
 from echelon.models.pipeline_model import PipelineLayer, PipelineModel
 from echelon.rng import Init
@@ -74,20 +75,31 @@ class ForeignCausalLM(nn.Module):
 
     def logits(self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         with self._casts():
-            return self._logits(tokens, documents, positions)
+            return self.full_logits(self._logits(tokens, documents, positions))
+
+    @staticmethod
+    def full_logits(logits: Tensor) -> Tensor:
+        """All logits from this rank's; tensor parallelism gathers them."""
+        return logits
 
     def _logits(self, tokens: Tensor, documents: Tensor | None, positions: Tensor | None) -> Tensor:
-        placed = self._positions(tokens, documents, positions)
         if not self.runs_by_layer:
+            placed = self._positions(tokens, documents, positions)
             whole: Tensor = self.forward_as_written(input_ids=tokens, use_cache=False, **placed).logits
             return whole
         stack = self.layer_stack
         calls = self._layer_calls(tokens, documents, positions)
-        hidden = stack.embed(self, input_ids=tokens, **placed)
+        hidden = self._embed(tokens, documents, positions)
         for name, call in zip(stack.layer_names, calls, strict=True):
             hidden = call.run(self.get_submodule(name), hidden)
-        logits: Tensor = stack.head(self, hidden, **placed).logits
+        logits: Tensor = stack.head(self, hidden).logits
         return logits
+
+    def _embed(self, tokens: Tensor, documents: Tensor | None, positions: Tensor | None) -> Tensor:
+        """The input of the first layer. Positions are those of the tokens, however many of them the embedding leaves."""
+        positions = document_positions(tokens, documents) if positions is None else positions
+        placed = self._positions(tokens, documents, positions) if self.layer_stack.takes_positions else {}
+        return self.layer_stack.embed(self, input_ids=tokens, **placed)
 
     def forward_as_written(self, **kwargs: Any) -> Any:
         """Call transformers' forward without the hooks of the module."""
@@ -134,7 +146,7 @@ class ForeignCausalLM(nn.Module):
             shared=lambda tokens, targets=None, documents=None, positions=None: self._shared(
                 tokens, documents, positions
             ),
-            logits=lambda hidden, _shared, **inputs: self._head_logits(hidden, **inputs),
+            logits=lambda hidden, _shared, **inputs: self.full_logits(self._head_logits(hidden, **inputs)),
         )
 
     def _shared(self, *inputs: Any) -> list[LayerCall]:
@@ -151,7 +163,7 @@ class ForeignCausalLM(nn.Module):
         **_inputs: Tensor,
     ) -> Tensor:
         with self._casts():
-            return self.layer_stack.embed(self, input_ids=tokens, **self._positions(tokens, documents, positions))
+            return self._embed(tokens, documents, positions)
 
     def _layer_runner(self, index: int) -> Callable[..., Tensor]:
         name = self.layer_stack.layer_names[index]
@@ -166,16 +178,8 @@ class ForeignCausalLM(nn.Module):
         with self._casts():
             return self.logits_loss(self._head_logits(hidden, **inputs), targets)
 
-    def _head_logits(
-        self,
-        hidden: Tensor,
-        tokens: Tensor,
-        documents: Tensor | None = None,
-        positions: Tensor | None = None,
-        **_inputs: Any,
-    ) -> Tensor:
-        placed = self._positions(tokens, documents, positions)
-        logits: Tensor = self.layer_stack.head(self, hidden, **placed).logits
+    def _head_logits(self, hidden: Tensor, **_inputs: Any) -> Tensor:
+        logits: Tensor = self.layer_stack.head(self, hidden).logits
         return logits
 
     # -- first values -------------------------------------------------------------------------------------------------
@@ -185,6 +189,8 @@ class ForeignCausalLM(nn.Module):
         rule: Init = self.init_rules[name]
         return rule
 
+    fused_parts: Any
+    """parameters that are parts of a fused one of transformers' class (unfuse.py)"""
     init_rules: Any
     """of a model that was built on the meta device: each parameter's distribution by name (init_rules.py)"""
 
@@ -195,20 +201,21 @@ def adapt(model: nn.Module) -> Any:
         return model
     own: Any = type(model)
     with torch.device("meta"):
-        twin = _derive(own(model.config), ForeignCausalLM)  # its layers are found without computing anything
-    adapted = _derive(model, ForeignCausalLM)
+        twin = derive_class(own(model.config), ForeignCausalLM)  # its layers are found without computing anything
+    adapted = derive_class(model, ForeignCausalLM)
     adapted.layer_stack = find_layer_stack(twin)
+    adapted.fused_parts = unfuse(adapted, adapted.layer_stack.fused)
     layers = [adapted.get_submodule(name) for name in adapted.layer_stack.layer_names]
     for module, probabilities in zip((*layers, adapted), adapted.layer_stack.dropouts, strict=True):
         add_sites(module, probabilities)
     for layer in layers:
-        _derive(layer, ForeignLayer)
+        derive_class(layer, ForeignLayer)
     for module in adapted.modules():
         module.wide_buffers = tuple(name for name, _ in module.named_buffers(recurse=False))
     return adapted
 
 
-def _derive(module: nn.Module, mixin: type[nn.Module]) -> Any:
+def derive_class(module: nn.Module, mixin: type[nn.Module]) -> Any:
     """Put a class before the module's own, under the same name."""
     own = type(module)
     module.__class__ = type(own.__name__, (mixin, own), {"__module__": own.__module__})
@@ -232,7 +239,8 @@ def build_causal_lm(
     rules = record_init(model)
     materialize_buffers(model)
     adapted = adapt(model).to(dtype)
-    adapted.init_rules = rules
+    parts = adapted.fused_parts
+    adapted.init_rules = rules | {name: PartInit(fused=rules[part.name], part=part) for name, part in parts.items()}
     if device != "meta":
         buffers = {name: buffer.clone() for name, buffer in adapted.named_buffers()}
         adapted.to_empty(device=device)

@@ -17,6 +17,7 @@ modules.
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from echelon.models.foreign.functional_dropout import RecordDropoutCalls
+from echelon.models.foreign.unfuse import RecordCuts, is_linear
 
 Call = Callable[..., Any]
 PROBE_ATTENTION = "echelon_shapes_only"
@@ -77,6 +79,10 @@ class LayerStack:
     """modules without parameters outside the layers, such as rotary tables, which every stage holds"""
     dropouts: tuple[tuple[float, ...], ...]
     """probabilities of the dropouts that each layer calls as functions, and last of those around the layers"""
+    takes_positions: bool
+    """the model's forward has an argument `position_ids`"""
+    fused: Mapping[str, tuple[int, ...]]
+    """linears of which a layer cuts the output into parts: the parts' sizes (unfuse.py)"""
 
     @property
     def layer_names(self) -> tuple[str, ...]:
@@ -238,6 +244,8 @@ def find_layer_stack(model: nn.Module) -> LayerStack:
         hidden_size=record.hidden_size,
         tables=tuple(_without_parameters(model, path)),
         dropouts=tuple(map(tuple, record.dropouts)),
+        takes_positions="position_ids" in inspect.signature(type(model).__bases__[-1].forward).parameters,
+        fused=record.cuts.parts(),
     )
 
 
@@ -254,6 +262,14 @@ def _without_parameters(model: nn.Module, path: str) -> Iterator[str]:
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:
     plain = (int, float, str, bool, type(None))
     return {key: value for key, value in vars(module).items() if isinstance(value, plain) and not key.startswith("_")}
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module's matrices are all of linears: no convolutions, states or experts."""
+    if any(True for _ in module.parameters(recurse=False)):
+        return False
+    others = [child for child in module.modules() if not is_linear(child)]
+    return not any(p.dim() > 1 for child in others for p in child.parameters(recurse=False))
 
 
 class _Probe:
@@ -277,6 +293,8 @@ class _Probe:
                 if index.isdigit():
                     handles.append(module.register_forward_pre_hook(self._before_layer))
                     handles.append(module.register_forward_hook(self._after_layer(int(index)), with_kwargs=True))
+                elif is_linear(module) and _is_plain(self.model.get_submodule(name.rpartition(".")[0])):
+                    handles.append(module.register_forward_hook(self._watch_output(name)))
             elif any(True for _ in module.parameters(recurse=False)):
                 handles.append(module.register_forward_hook(self._after_other(name)))
         quiet_dropouts(self.model)
@@ -295,14 +313,18 @@ class _Probe:
         for attention in (PROBE_ATTENTION, config._attn_implementation):
             self.layer_calls, self.before, self.after, self.added_sizes = [], [], [], {}
             self.recorder, self.dropouts = RecordDropoutCalls(), [[] for _ in range(self.num_layers + 1)]
+            self.cuts, chosen = RecordCuts(), implementations(config, attention=attention, experts="batched_mm")
             try:
-                with torch.no_grad(), self.recorder, implementations(config, attention=attention, experts="batched_mm"):
+                with torch.no_grad(), self.recorder, self.cuts, chosen:
                     self.model.forward_as_written(input_ids=tokens, use_cache=False)  # type: ignore[operator]
                 self.dropouts[-1] += self.recorder.calls
                 return
             except Exception as raised:  # whatever a model's code raises without values
                 error = error or raised
         raise ValueError(f"{type(self.model).__name__} cannot run without values ({error})") from error
+
+    def _watch_output(self, name: str) -> Callable[..., None]:
+        return lambda _module, _args, output: self.cuts.watch(name, output)
 
     def _before_layer(self, _module: nn.Module, _args: Any) -> None:
         self.dropouts[-1] += self.recorder.calls
