@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from echelon.models import init_weights
 from echelon.models.attention import document_positions
+from echelon.models.foreign.experts import ForeignExperts, is_experts
 from echelon.models.foreign.float64_casts import float64_casts
 from echelon.models.foreign.functional_dropout import add_sites, counter_dropout
 from echelon.models.foreign.hf_source import HFSource
@@ -210,7 +211,9 @@ def adapt(model: nn.Module) -> Any:
         add_sites(module, probabilities)
     for layer in layers:
         derive_class(layer, ForeignLayer)
-    for module in adapted.modules():
+    for module in list(adapted.modules()):
+        if is_experts(module):
+            derive_class(module, ForeignExperts).all_experts = module.num_experts
         module.wide_buffers = tuple(name for name, _ in module.named_buffers(recurse=False))
     return adapted
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.models.foreign.causal_lm import ForeignCausalLM
+from echelon.models.foreign.experts import ForeignExperts
 from echelon.models.foreign.float64_casts import float64_casts
 from echelon.models.foreign.layer_stack import LayerCall
 from echelon.models.foreign.unfuse import is_linear, output_dim
@@ -40,6 +41,8 @@ class DerivedSplit:
     regions: tuple[RegionPlan, ...]
     whole: tuple[str, ...]
     """children of layers with matrices that every rank computes"""
+    expert_layers: tuple[str, ...] = ()
+    """those with experts, which compute token by token"""
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,10 @@ def derive_split(model: ForeignCausalLM, tp: int) -> DerivedSplit:
         plans, others = found[kind]
         regions += [plan.at(f"{name}.{plan.module}".rstrip(".")) for plan in plans]
         whole += [f"{name}.{other}" for other in others]
-    return DerivedSplit(regions=tuple(regions), whole=tuple(whole))
+    moe = [name for name in whole if any(isinstance(part, ForeignExperts) for part in model.get_submodule(name).modules())]
+    return DerivedSplit(
+        regions=tuple(regions), whole=tuple(name for name in whole if name not in moe), expert_layers=tuple(moe)
+    )
 
 
 def _layer_calls(model: ForeignCausalLM) -> list[LayerCall]:
