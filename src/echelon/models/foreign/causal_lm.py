@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from echelon.models import init_weights
-from echelon.models.attention import document_positions
+from echelon.models.attention import AttentionContext, document_positions
+from echelon.models.foreign.core_attention import CONTEXT_ARGUMENT, AttentionState, install_cores
 from echelon.models.foreign.experts import ForeignExperts, is_experts
 from echelon.models.foreign.float64_casts import float64_casts
 from echelon.models.foreign.functional_dropout import add_sites, counter_dropout
@@ -33,7 +35,13 @@ LogitsLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class ForeignLayer(nn.Module):
     """What `adapt` adds to the class of a layer, whose forward backward may recompute alone."""
 
+    attention_state: AttentionState | None = None
+    """what the cores of its attention read (core_attention.py)"""
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        context = kwargs.pop(CONTEXT_ARGUMENT, None)
+        if self.attention_state is not None:
+            self.attention_state.context = context
         with exact_casts_and_dropout(self):
             return super().forward(*args, **kwargs)
 
@@ -118,7 +126,19 @@ class ForeignCausalLM(nn.Module):
         weight = next(parameter for parameter in self.parameters() if parameter.is_floating_point())
         zeros = torch.zeros((), dtype=self.context_dtype or weight.dtype, device=tokens.device)
         like = zeros.expand(*tokens.shape, self.layer_stack.hidden_size)
-        return self.layer_stack.contexts(self, like, **self._positions(tokens, documents, positions))
+        calls = self.layer_stack.contexts(self, like, **self._positions(tokens, documents, positions))
+        if not self.has_cores:
+            return calls
+        placed = document_positions(tokens, documents) if positions is None else positions
+        context = AttentionContext(placed, documents)
+        return [replace(call, kwargs={**call.kwargs, CONTEXT_ARGUMENT: context}) for call in calls]
+
+    def use_core_attention(self) -> None:
+        """Attend through `CoreAttention`, which context parallelism extends over ranks."""
+        install_cores(self)
+        self.has_cores = self.runs_by_layer = True
+
+    has_cores = False
 
     context_dtype: torch.dtype | None = None
     """dtype of the hidden states, where no parameter of this rank has it"""

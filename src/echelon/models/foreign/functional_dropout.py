@@ -112,6 +112,6 @@ def add_sites(module: nn.Module, probabilities: Iterable[float]) -> None:
 @contextmanager
 def counter_dropout(module: nn.Module) -> Iterator[None]:
     """Run a layer's code with the dropouts of its calls, once they draw by counters."""
-    sites = list(getattr(module, SITES, ()))
+    sites = list(getattr(module, "called_dropouts", None) or getattr(module, SITES, ()))
     with CounterDropoutCalls(sites) if sites and isinstance(sites[0], Dropout) else nullcontext():
         yield

@@ -79,6 +79,10 @@ class LayerStack:
     """modules without parameters outside the layers, such as rotary tables, which every stage holds"""
     dropouts: tuple[tuple[float, ...], ...]
     """probabilities of the dropouts that each layer calls as functions, and last of those around the layers"""
+    attention_calls: tuple[Mapping[str, Mapping[str, Any]], ...]
+    """for each layer, the modules that attend through transformers' interface, and the options of their calls"""
+    attention_dropouts: tuple[tuple[int, ...], ...]
+    """for each layer, which of `dropouts` drop attention probabilities"""
     takes_positions: bool
     """the model's forward has an argument `position_ids`"""
     fused: Mapping[str, tuple[int, ...]]
@@ -244,6 +248,8 @@ def find_layer_stack(model: nn.Module) -> LayerStack:
         hidden_size=record.hidden_size,
         tables=tuple(_without_parameters(model, path)),
         dropouts=tuple(map(tuple, record.dropouts)),
+        attention_calls=tuple(record.attention_calls),
+        attention_dropouts=tuple(map(tuple, record.attention_dropouts)),
         takes_positions="position_ids" in inspect.signature(type(model).__bases__[-1].forward).parameters,
         fused=record.cuts.parts(),
     )
@@ -283,8 +289,10 @@ class _Probe:
         self.added_sizes: dict[str, int] = {}
         self.returns_tuple, self.hidden_size = False, 0
         self.dropouts: list[list[float]] = []
+        self.names = {module: name for name, module in model.named_modules()}
 
     def run(self) -> None:
+        quiet_dropouts(self.model)
         handles = []
         inner = f"{self.path}."
         for name, module in self.model.named_modules():
@@ -295,9 +303,8 @@ class _Probe:
                     handles.append(module.register_forward_hook(self._after_layer(int(index)), with_kwargs=True))
                 elif is_linear(module) and _is_plain(self.model.get_submodule(name.rpartition(".")[0])):
                     handles.append(module.register_forward_hook(self._watch_output(name)))
-            elif any(True for _ in module.parameters(recurse=False)):
+            elif any(True for _ in module.parameters(recurse=False)) or isinstance(module, _QuietDropout):
                 handles.append(module.register_forward_hook(self._after_other(name)))
-        quiet_dropouts(self.model)
         try:
             self._forward()
         finally:
@@ -305,7 +312,7 @@ class _Probe:
                 handle.remove()
 
     def _forward(self) -> None:
-        register_shapes_only_attention()
+        register_shapes_only_attention(self._record_attention)
         tokens = torch.zeros(PROBE_ROWS, PROBE_TOKENS, dtype=torch.int64, device="meta")
         config: Any = self.model.config
         error = None
@@ -313,6 +320,8 @@ class _Probe:
         for attention in (PROBE_ATTENTION, config._attn_implementation):
             self.layer_calls, self.before, self.after, self.added_sizes = [], [], [], {}
             self.recorder, self.dropouts = RecordDropoutCalls(), [[] for _ in range(self.num_layers + 1)]
+            self.attention_calls: list[dict[str, dict[str, Any]]] = [{} for _ in range(self.num_layers)]
+            self.attention_dropouts: list[list[int]] = [[] for _ in range(self.num_layers)]
             self.cuts, chosen = RecordCuts(), implementations(config, attention=attention, experts="batched_mm")
             try:
                 with torch.no_grad(), self.recorder, self.cuts, chosen:
@@ -322,6 +331,12 @@ class _Probe:
             except Exception as raised:  # whatever a model's code raises without values
                 error = error or raised
         raise ValueError(f"{type(self.model).__name__} cannot run without values ({error})") from error
+
+    def _record_attention(self, module: nn.Module, options: Mapping[str, Any]) -> None:
+        layer, name = len(self.layer_calls), self.names[module]
+        self.attention_calls[layer][name] = dict(options)
+        if options.get("dropout"):
+            self.attention_dropouts[layer].append(len(self.recorder.calls) - 1)
 
     def _watch_output(self, name: str) -> Callable[..., None]:
         return lambda _module, _args, output: self.cuts.watch(name, output)
@@ -364,27 +379,31 @@ def implementations(config: Any, *, attention: str = "", experts: str = "") -> I
             setattr(config, key, value)
 
 
+class _QuietDropout(nn.Identity):
+    """A dropout that drops nothing."""
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.p = p
+
+
 def quiet_dropouts(model: nn.Module) -> None:
     """Make the dropout modules of a model that is thrown away do nothing, so that only calls of functions count."""
     for module in model.modules():
         for name, child in module.named_children():
             if isinstance(child, nn.Dropout):
-                quiet: Any = nn.Identity()
-                quiet.p = child.p
-                setattr(module, name, quiet)
+                setattr(module, name, _QuietDropout(child.p))
 
 
-def shapes_only_attention(
-    _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_args: Any, dropout: float = 0.0, **_kwargs: Any
-) -> tuple[Tensor, None]:
-    """Attention for the probe: a result of the right shape, by the function that will drop probabilities."""
-    repeat = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
-    out = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
-    return out.transpose(1, 2), None
-
-
-def register_shapes_only_attention() -> None:
+def register_shapes_only_attention(record: Callable[[nn.Module, Mapping[str, Any]], None]) -> None:
+    """Register attention for the probe: a result of the right shape, by the function that will drop probabilities."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(PROBE_ATTENTION, shapes_only_attention)
+    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_args: Any, **options: Any) -> Any:
+        repeat = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
+        out = F.scaled_dot_product_attention(query, key, value, dropout_p=options.get("dropout", 0.0))
+        record(module, options)
+        return out.transpose(1, 2), None
+
+    AttentionInterface.register(PROBE_ATTENTION, attend)
