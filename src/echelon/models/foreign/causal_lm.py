@@ -7,13 +7,15 @@ family's code is replaced or repeated: its forward runs as written, as a whole o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from echelon.models import init_weights
 from echelon.models.attention import AttentionContext, document_positions
@@ -26,9 +28,11 @@ from echelon.models.foreign.init_rules import materialize_buffers, record_init
 from echelon.models.foreign.layer_stack import LayerCall, LayerStack, find_layer_stack
 from echelon.models.foreign.unfuse import PartInit, unfuse
 from echelon.models.layers import loss_sum
+from echelon.models.model_config import IGNORE_INDEX
 from echelon.models.pipeline_model import PipelineLayer, PipelineModel
 from echelon.rng import Init
 
+MAX_SEQ_LEN = 1 << 20
 LogitsLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -76,11 +80,52 @@ class ForeignCausalLM(nn.Module):
 
         `documents` are document indices: tokens attend only within their document.
         """
-        if tokens is None:
+        if tokens is None and not self.runs_by_layer:
             return super().forward(*args, **kwargs)
+        if tokens is None:
+            return self._mean_loss(*args, **kwargs)
         assert targets is not None
         with self._casts():
             return self.logits_loss(self._logits(tokens, documents, positions), targets)
+
+    def _mean_loss(self, input_ids: Tensor, labels: Tensor | None = None, attention_mask: Tensor | None = None) -> Any:
+        """Answer a call in transformers' words where its forward runs in parts: the mean loss, and all logits."""
+        from transformers.modeling_outputs import CausalLMOutput
+
+        if labels is None:
+            return CausalLMOutput(logits=self.logits(input_ids))
+        batch = {"input_ids": input_ids, "labels": labels}
+        if attention_mask is not None:
+            batch["attention_mask"] = attention_mask
+        total, count = self.forward(**self.loss_inputs(batch))
+        return CausalLMOutput(loss=total / count.clamp(min=1))
+
+    @staticmethod
+    def loss_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`tokens` and `targets` of a batch in transformers' words: `input_ids`, `labels` and `attention_mask`.
+
+        transformers predicts label i + 1 from token i, and ignores labels of -100. Tokens after a padded end are of no
+        consequence to those before, so a mask only removes targets.
+        """
+        if "input_ids" not in batch:
+            return dict(batch)
+        given = dict(batch)
+        tokens, mask = given.pop("input_ids"), given.pop("attention_mask", None)
+        labels = given.pop("labels", tokens)
+        if mask is not None:
+            if bool((mask[:, 1:] > mask[:, :-1]).any()):
+                raise ValueError("attention_mask must mask the end of sequences (padding_side=right); move the padding")
+            labels = labels.masked_fill(mask == 0, IGNORE_INDEX)
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        return {"tokens": tokens, "targets": targets, **given}
+
+    @property
+    def max_seq_len(self) -> int:
+        """The longest sequence of the config; without one, as long as memory allows."""
+        return int(getattr(self.config, "max_position_embeddings", None) or MAX_SEQ_LEN)
+
+    weight_source: Any = None
+    """tensors that initialise parameters on the meta device, by name; none: `initial` draws them"""
 
     def logits(self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         with self._casts():
@@ -236,6 +281,18 @@ def adapt(model: nn.Module) -> Any:
             derive_class(module, ForeignExperts).all_experts = module.num_experts
         module.wide_buffers = tuple(name for name, _ in module.named_buffers(recurse=False))
     return adapted
+
+
+def adapt_if_foreign(model: nn.Module) -> Any:
+    """Adapt a causal language model of transformers; return any other model as it is."""
+    transformers = sys.modules.get("transformers")  # a model of it cannot exist before it is imported
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return model
+    if model.get_output_embeddings() is None:
+        raise ValueError(
+            f"{type(model).__name__} has no head of a causal language model; build it with AutoModelForCausalLM"
+        )
+    return adapt(model)
 
 
 def derive_class(module: nn.Module, mixin: type[nn.Module]) -> Any:

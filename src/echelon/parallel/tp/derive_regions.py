@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from echelon.models.foreign.causal_lm import ForeignCausalLM
 from echelon.models.foreign.experts import ForeignExperts
 from echelon.models.foreign.float64_casts import float64_casts
-from echelon.models.foreign.layer_stack import LayerCall
+from echelon.models.foreign.layer_stack import LayerCall, implementations
 from echelon.models.foreign.unfuse import is_linear, output_dim
 from echelon.parallel.tp.region_plan import RegionPlan
 from echelon.parallel.tp.region_trial import RegionCall, is_exact, run_whole
@@ -80,7 +80,11 @@ def derive_split(model: ForeignCausalLM, tp: int) -> DerivedSplit:
     config: Any = model.config
     queries = int(getattr(config, "num_attention_heads", 0) or 0)
     heads = _Heads(queries, int(getattr(config, "num_key_value_heads", None) or queries), tp)
-    calls = _layer_calls(model)
+    with implementations(config, experts="eager"):  # the others have no float64
+        return _derive(model, _layer_calls(model), heads)
+
+
+def _derive(model: ForeignCausalLM, calls: list[LayerCall], heads: _Heads) -> DerivedSplit:
     found: dict[str, tuple[list[RegionPlan], list[str]]] = {}
     regions: list[RegionPlan] = []
     whole: list[str] = []
@@ -132,7 +136,7 @@ def _split_layer(layer: nn.Module, call: LayerCall, width: int, heads: _Heads) -
         child.register_forward_pre_hook(_record_call(entered, name), with_kwargs=True)
         for name, child in local.named_children()
     ]
-    with torch.no_grad():
+    with torch.no_grad(), float64_casts(torch.float64):
         call.run(local, hidden)
     for handle in handles:
         handle.remove()
