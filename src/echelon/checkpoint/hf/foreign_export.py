@@ -61,7 +61,9 @@ def export_foreign_model(
 ) -> ForeignExport:
     """Write trained tensors, or those of the directory or of `seed`, and read them back through transformers."""
     model = build_causal_lm(source)
-    state = {name: tensor.read() for name, tensor in tensors.items()} if tensors else _initial_state(model, source, seed)
+    state = (
+        {name: tensor.read() for name, tensor in tensors.items()} if tensors else _initial_state(model, source, seed)
+    )
     if dtype is not None:
         state = {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
     with atomic_directory(target) as folder:

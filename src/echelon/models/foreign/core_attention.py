@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from echelon.models.attention import AttentionContext, CoreAttention
 from echelon.rng import Dropout, RandomStream
@@ -49,7 +49,10 @@ def install_cores(model: Any) -> None:
 
     stack = model.layer_stack
     problems = {
-        name: what for calls in stack.attention_calls for name, options in calls.items() for what in unsupported(options)
+        name: what
+        for calls in stack.attention_calls
+        for name, options in calls.items()
+        for what in unsupported(options)
     }
     without = [name for name, calls in zip(stack.layer_names, stack.attention_calls, strict=True) if len(calls) != 1]
     if without or problems:
@@ -58,7 +61,9 @@ def install_cores(model: Any) -> None:
             if without
             else "{} has {}".format(*next(iter(problems.items())))
         )
-        raise ValueError(f"context parallelism cannot divide the sequences of {type(model).__name__}: {reason}; use cp=1")
+        raise ValueError(
+            f"context parallelism cannot divide the sequences of {type(model).__name__}: {reason}; use cp=1"
+        )
     AttentionInterface.register(CORE_ATTENTION, attend)
     for name, calls, kinds in zip(stack.layer_names, stack.attention_calls, stack.attention_dropouts, strict=True):
         layer = model.get_submodule(name)
@@ -80,4 +85,3 @@ def install_cores(model: Any) -> None:
 def unsupported(options: Mapping[str, Any]) -> list[str]:
     """What an attention call asks for and a core does not compute."""
     return [words for key, words in UNSUPPORTED.items() if options.get(key) is not None]
-

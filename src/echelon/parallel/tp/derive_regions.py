@@ -31,6 +31,8 @@ from echelon.parallel.tp.region_plan import RegionPlan
 from echelon.parallel.tp.region_trial import RegionCall, is_exact, run_whole
 
 ROWS, TOKENS = 2, 5
+KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
+"""names under which configs have the number of key heads"""
 HEAD_KEYS = ("num_attention_heads", "num_key_value_heads")
 
 
@@ -79,7 +81,8 @@ def derive_split(model: ForeignCausalLM, tp: int) -> DerivedSplit:
     """Find what `tp` ranks can split. Every rank finds the same: the weights of a trial are those of a fixed seed."""
     config: Any = model.config
     queries = int(getattr(config, "num_attention_heads", 0) or 0)
-    heads = _Heads(queries, int(getattr(config, "num_key_value_heads", None) or queries), tp)
+    keys = next((int(n) for key in KEY_HEADS if (n := getattr(config, key, None))), queries)
+    heads = _Heads(queries, keys, tp)
     with implementations(config, experts="eager"):  # the others have no float64
         return _derive(model, _layer_calls(model), heads)
 
@@ -96,7 +99,9 @@ def _derive(model: ForeignCausalLM, calls: list[LayerCall], heads: _Heads) -> De
         plans, others = found[kind]
         regions += [plan.at(f"{name}.{plan.module}".rstrip(".")) for plan in plans]
         whole += [f"{name}.{other}" for other in others]
-    moe = [name for name in whole if any(isinstance(part, ForeignExperts) for part in model.get_submodule(name).modules())]
+    moe = [
+        name for name in whole if any(isinstance(part, ForeignExperts) for part in model.get_submodule(name).modules())
+    ]
     return DerivedSplit(
         regions=tuple(regions), whole=tuple(name for name in whole if name not in moe), expert_layers=tuple(moe)
     )
@@ -273,7 +278,10 @@ def _local_sizes(
 ) -> dict[str, dict[str, int]]:
     """Divide sizes of all heads as well."""
     found = {name: dict(values) for name, values in local.items()}
-    sizes = {heads.queries * head_dim: heads.local_queries * head_dim, heads.keys * head_dim: heads.local_keys * head_dim}
+    sizes = {
+        heads.queries * head_dim: heads.local_queries * head_dim,
+        heads.keys * head_dim: heads.local_keys * head_dim,
+    }
     for name, child in module.named_modules():
         if is_linear(child):
             continue

@@ -99,9 +99,7 @@ class ForeignSplitter(RegionSplitter):
         name = next(name for name, module in model.named_modules(remove_duplicate=False) if module is head)
         vocab_size = self.params[f"{name}.weight"].shape[0]
         for attribute, _ in head.named_parameters():
-            self.update_param(
-                f"{name}.{attribute}", splits=(DimSplit(axis="tp", dim=0, num_parts=self.axis.size),)
-            )
+            self.update_param(f"{name}.{attribute}", splits=(DimSplit(axis="tp", dim=0, num_parts=self.axis.size),))
         head.register_forward_pre_hook(self._enter, with_kwargs=True)
 
         def logits_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -111,7 +111,9 @@ def is_exact(module: nn.Module, call: RegionCall, whole: RegionResult, plan: Reg
             results = [one.result() for one in ranks]
         except Exception:  # whatever a module's code raises on wrong sizes
             return False
-    return all(_agrees(whole, [result for result, _ in results], index, params) for index, (_, params) in enumerate(results))
+    return all(
+        _agrees(whole, [result for result, _ in results], index, params) for index, (_, params) in enumerate(results)
+    )
 
 
 def _local_copy(
@@ -136,9 +138,7 @@ def _local_copy(
     return local, params
 
 
-def _agrees(
-    whole: RegionResult, results: list[RegionResult], index: int, params: Mapping[str, LogicalParam]
-) -> bool:
+def _agrees(whole: RegionResult, results: list[RegionResult], index: int, params: Mapping[str, LogicalParam]) -> bool:
     result = results[index]
     if not (_close(result.output, whole.output) and _close(result.hidden_grad, whole.hidden_grad)):
         return False
