@@ -1,4 +1,4 @@
-"""Small configurations of 27 families of causal language models of transformers, with everything that makes them differ.
+"""Small configurations of 27 families of causal language models of transformers, with what makes them differ.
 
 Four layers, so that two stages have two and layer types alternate; four heads with two for keys where a family allows
 that; a vocabulary that no tp divides.

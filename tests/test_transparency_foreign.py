@@ -1,4 +1,4 @@
-"""Every layout equals one device for classes of transformers, which nobody rewrote."""
+"""Every layout equals one device for classes of transformers, which run unchanged."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def command(
         trained = load_trained_model(source, ema=average) if is_run_or_checkpoint(source) else None
         name = trained.config.model if trained else source
         if is_hf_model(name):
-            _export_foreign(name, trained and trained.tensors, out, dtype, seed, as_json)
+            _export_foreign(name, trained.tensors if trained else None, out, dtype, seed, as_json)
             return
         model = trained.native if trained else source
         progress = conversion_progress.progress_bar

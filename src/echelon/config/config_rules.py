@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -179,17 +179,22 @@ def _elastic_rules(config: Config, layout: Layout) -> Iterator[KeyedIssue]:
 MOE_KEYS = ("gate", "expert_dropout")
 
 
+def _keys_without_effect_on_model(model: str, table: Iterable[str]) -> dict[str, str]:
+    if user_model.is_user_model(model):
+        names = [name for name in table if name.startswith(BUILTIN_MODEL_KEYS) and name != "data.skip_batches"]
+        return dict.fromkeys(names, "a custom model, whose file provides the batches")
+    if is_hf_model(model):
+        return dict.fromkeys(("dropout", "tied", *MOE_KEYS), "a model of transformers, whose config.json decides")
+    if model in model_config.SIZES and model_config.find_model(model).moe is None:
+        return dict.fromkeys(MOE_KEYS, f"model={model}, which has no MoE layers")
+    return {}
+
+
 def keys_without_effect(config: Config) -> dict[str, str]:
     """Return the keys without effect in this configuration, each with the reason."""
     table = schema.key_table(type(config))
     idle = {} if config.replay.every else dict.fromkeys(("replay.action", "replay.tolerance"), "replay.every=0")
-    if user_model.is_user_model(config.model):
-        names = [name for name in table if name.startswith(BUILTIN_MODEL_KEYS) and name != "data.skip_batches"]
-        idle |= dict.fromkeys(names, "a custom model, whose file provides the batches")
-    elif is_hf_model(config.model):
-        idle |= dict.fromkeys(("dropout", "tied", *MOE_KEYS), "a model of transformers, whose config.json decides")
-    elif config.model in model_config.SIZES and model_config.find_model(config.model).moe is None:
-        idle |= dict.fromkeys(MOE_KEYS, f"model={config.model}, which has no MoE layers")
+    idle |= _keys_without_effect_on_model(config.model, table)
     layout = resolve_layout(config)
     if layout.zero != 3 and not offloads_params(layout.offload):
         idle |= dict.fromkeys(("shard.reshard_after_forward", "shard.prefetch"), f"zero={layout.zero}")

@@ -146,13 +146,14 @@ class ForeignModelTask(TextTask):
         return RunFingerprint(data=self.dataset.fingerprint, model=dict(self.source.config))
 
     def build(self) -> nn.Module:
-        from echelon.models.foreign.causal_lm import build_causal_lm
+        from echelon.models.foreign.causal_lm import ForeignCausalLM, build_causal_lm
 
         dtype = torch.float64 if self.config.dtype == "float64" else torch.float32
-        model = build_causal_lm(self.source, dtype=dtype)
+        model: nn.Module = build_causal_lm(self.source, dtype=dtype)
         if self.source.has_weights:
             from echelon.checkpoint.hf.foreign_weights import init_from_hf_dir
 
+            assert isinstance(model, ForeignCausalLM)
             self._weights_read = init_from_hf_dir(model, self.source)
         return model
 

@@ -1,4 +1,4 @@
-"""The regions that tensor parallelism finds in classes that nobody marked, and the trial that proves each plan."""
+"""The regions that tensor parallelism finds in classes without a table, and the trial that proves each plan."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from echelon.checkpoint.hf.safetensors_writer import atomic_directory
 from echelon.models import init_weights
 from echelon.models.foreign.causal_lm import build_causal_lm
 from echelon.models.foreign.hf_source import HFSource
+from echelon.models.foreign.layer_stack import own_class
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +103,7 @@ def _check(folder: Path, model: Any, state: Mapping[str, Tensor]) -> None:
     """Raise ValueError unless transformers reads every weight back as it was."""
     from echelon.checkpoint.hf.foreign_weights import merge_parts
 
-    own = type(model).__bases__[-1]
+    own = own_class(model)
     loaded, info = own.from_pretrained(folder, local_files_only=True, output_loading_info=True)
     read = loaded.state_dict()
     expected = merge_parts(state, model.fused_parts)

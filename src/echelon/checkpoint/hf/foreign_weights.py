@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from echelon.checkpoint.hf.safetensors_reader import format_names, open_safetensors
+from echelon.models.foreign.layer_stack import own_class
 from echelon.models.foreign.unfuse import PartTensor
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def init_from_hf_dir(model: ForeignCausalLM, source: HFSource) -> str:
     names = _wanted_names(model)
     found = {name: stored[key] for name in names if (key := _stored_name(name, stored, model)) is not None}
     shapes = {name: tuple(shape) for name, shape in names.items()}
-    matching = {name: tensor for name, tensor in found.items() if tuple(tensor.shape) == shapes[name]}
+    matching: dict[str, Any] = {n: tensor for n, tensor in found.items() if tuple(tensor.shape) == shapes[n]}
     missing = sorted(set(names) - set(matching))
     if missing:
         matching |= _converted(model, source, missing)
@@ -73,12 +74,12 @@ def _stored_name(name: str, stored: Mapping[str, Any], model: Any) -> str | None
 
 
 def _converted(model: Any, source: HFSource, names: list[str]) -> dict[str, Tensor]:
-    own = type(model).__bases__[-1]
+    own = own_class(model)
     loaded, info = own.from_pretrained(source.folder, local_files_only=True, output_loading_info=True)
     absent = sorted(set(info["missing_keys"]) & set(names))
     if absent:
         raise ValueError(
-            f"the directory has not all weights of the model ({source.folder}: {format_names(absent)}); download it again"
+            f"weights of the model are missing ({source.folder}: {format_names(absent)}); download the directory again"
         )
     state: dict[str, Tensor] = loaded.state_dict()
     return {name: state[name] for name in names}
@@ -96,7 +97,7 @@ def write_hf_dir(folder: Path, model: Any, state: Mapping[str, Tensor], source: 
     """
     import transformers
 
-    own = type(model).__bases__[-1]
+    own = own_class(model)
     config = transformers.AutoConfig.from_pretrained(source.folder, local_files_only=True)
     config.dtype = next(iter(state.values())).dtype
     with torch.device("meta"):
@@ -105,7 +106,7 @@ def write_hf_dir(folder: Path, model: Any, state: Mapping[str, Tensor], source: 
     if plain.config.tie_word_embeddings:
         merged |= {name: merged[first] for name, first in _tied_names(model) if first in merged}
     plain.load_state_dict(merged, assign=True, strict=False)
-    plain.save_pretrained(folder, state_dict={name: value for name, value in merged.items()})
+    plain.save_pretrained(folder, state_dict=merged)
     for name in TOKENIZER_FILES:
         if (source.folder / name).is_file() and not (folder / name).exists():
             shutil.copyfile(source.folder / name, folder / name)

@@ -20,12 +20,13 @@ from torch.nn import functional as F
 from echelon.models import init_weights
 from echelon.models.attention import AttentionContext, document_positions
 from echelon.models.foreign.core_attention import CONTEXT_ARGUMENT, AttentionState, install_cores
-from echelon.models.foreign.experts import ForeignExperts, is_experts
 from echelon.models.foreign.float64_casts import float64_casts
+from echelon.models.foreign.foreign_experts import ForeignExperts, is_experts
 from echelon.models.foreign.functional_dropout import add_sites, counter_dropout
 from echelon.models.foreign.hf_source import HFSource
 from echelon.models.foreign.init_rules import materialize_buffers, record_init
-from echelon.models.foreign.layer_stack import LayerCall, LayerStack, find_layer_stack
+from echelon.models.foreign.layer_probe import find_layer_stack
+from echelon.models.foreign.layer_stack import LayerCall, LayerStack
 from echelon.models.foreign.unfuse import PartInit, unfuse
 from echelon.models.layers import loss_sum
 from echelon.models.model_config import IGNORE_INDEX
@@ -67,7 +68,7 @@ class ForeignCausalLM(nn.Module):
     logits_loss: LogitsLoss = staticmethod(loss_sum)
     """from logits to (sum of losses, number of valid targets); tensor parallelism divides the vocabulary"""
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         *args: Any,
         tokens: Tensor | None = None,
@@ -76,7 +77,9 @@ class ForeignCausalLM(nn.Module):
         positions: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """(sum of losses, number of valid targets) of `tokens` and `targets`, int64 [B, T]; else as transformers has it.
+        """(sum of losses, number of valid targets) of `tokens` and `targets`, int64 [B, T].
+
+        Without `tokens`, as transformers has it.
 
         `documents` are document indices: tokens attend only within their document.
         """
@@ -92,13 +95,14 @@ class ForeignCausalLM(nn.Module):
         """Answer a call in transformers' words where its forward runs in parts: the mean loss, and all logits."""
         from transformers.modeling_outputs import CausalLMOutput
 
+        output: Any = CausalLMOutput
         if labels is None:
-            return CausalLMOutput(logits=self.logits(input_ids))
+            return output(logits=self.logits(input_ids))
         batch = {"input_ids": input_ids, "labels": labels}
         if attention_mask is not None:
             batch["attention_mask"] = attention_mask
         total, count = self.forward(**self.loss_inputs(batch))
-        return CausalLMOutput(loss=total / count.clamp(min=1))
+        return output(loss=total / count.clamp(min=1))
 
     @staticmethod
     def loss_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -150,7 +154,7 @@ class ForeignCausalLM(nn.Module):
         return logits
 
     def _embed(self, tokens: Tensor, documents: Tensor | None, positions: Tensor | None) -> Tensor:
-        """The input of the first layer. Positions are those of the tokens, however many of them the embedding leaves."""
+        """The input of the first layer. Positions are those of all tokens: the embedding may leave a rank's slice."""
         positions = document_positions(tokens, documents) if positions is None else positions
         placed = self._positions(tokens, documents, positions) if self.layer_stack.takes_positions else {}
         return self.layer_stack.embed(self, input_ids=tokens, **placed)

@@ -69,7 +69,7 @@ def install_cores(model: Any) -> None:
         layer = model.get_submodule(name)
         state = layer.attention_state = AttentionState()
         module = model.get_submodule(next(iter(calls)))
-        core = CoreAttention()
+        core: Any = CoreAttention()
         core.dropout = Dropout(0.0, f"{name}.core.dropout", RandomStream(0))
         sites = list(getattr(layer, "functional_dropouts", ()))
         for index in kinds:

@@ -92,6 +92,6 @@ def read_hf_source(model: str) -> HFSource:
 def _is_known(model_type: str) -> bool:
     if importlib.util.find_spec("transformers") is None:
         return True
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers import CONFIG_MAPPING
 
-    return model_type in CONFIG_MAPPING_NAMES
+    return model_type in CONFIG_MAPPING

@@ -1,9 +1,9 @@
 """Linears whose output a layer cuts into parts (q, k and v; gate and up), as linears of their own.
 
-A rank of tensor parallelism holds some columns of each part, which are no contiguous part of the fused weight. So each
-part becomes a parameter: `qkv_proj.weight` is `qkv_proj.0.weight`, `.1.weight`, `.2.weight`. That a layer cuts an output
-shows when it runs once without values (layer_stack.py): as a split, chunks or slices of its last dimension. Outputs that
-interleave their parts by heads are not cut so, and stay as they are.
+A rank of tensor parallelism holds some columns of each part, which are no contiguous part of the fused weight. So
+each part becomes a parameter: `qkv_proj.weight` is `qkv_proj.0.weight`, `.1.weight`, `.2.weight`. That a layer cuts an
+output shows when it runs once without values (layer_probe.py): as a split, chunks or slices of its last dimension.
+Outputs that interleave their parts by heads are not cut so, and stay as they are.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RecordCuts(TorchFunctionMode):
         self.outputs: dict[int, tuple[str, Tensor]] = {}
         self.cuts: dict[str, set[tuple[int, int]]] = {}
 
-    def watch(self, name: str, output: Tensor) -> None:
+    def track(self, name: str, output: Tensor) -> None:
         self.outputs[id(output)] = (name, output)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -115,7 +115,8 @@ def _part(module: Any, dim: int, start: int, stop: int) -> nn.Module:
         along = dim if tensor.dim() > 1 else 0
         values = tensor.detach().narrow(along, start, width).clone()
         setattr(part, attribute, nn.Parameter(values, requires_grad=tensor.requires_grad))
-    return part
+    made: nn.Module = part
+    return made
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class PartInit(Init):
     """The first values of a part: those of the fused parameter at its place."""
 
     distribution: str = "part"
-    fused: Init = field(default_factory=lambda: Init("zeros"))
+    fused: Init = field(default_factory=lambda: Init(distribution="zeros"))
     part: PartOf = field(default_factory=lambda: PartOf("", 0, 0, 0, ()))
 
     def values(self, seed: int, name: str, index: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.layout.placement import DimSplit
-from echelon.models.foreign.experts import ForeignExperts
+from echelon.models.foreign.foreign_experts import ForeignExperts
 from echelon.moe.routing import count_tokens_per_expert
 from echelon.parallel.comm.mesh_axis import MeshAxis
 from echelon.parallel.ep.cost import EP_ETP_AXIS

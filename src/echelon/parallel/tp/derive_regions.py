@@ -8,8 +8,8 @@
    gate and up; q, k and v; the second projections of latent attention. What feeds them stays whole inside.
 3. Code that counts heads or sizes reads them from its own attributes or from the config: these are divided too, first
    none, then heads, then sizes, then the config's.
-4. Each plan is tried (region_trial.py), and the first that is exact is taken. A candidate without one stays whole: every
-   rank computes all of it.
+4. Each plan is tried (region_trial.py), and the first that is exact is taken. A candidate without one stays whole:
+   every rank computes all of it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from echelon.models.foreign.causal_lm import ForeignCausalLM
-from echelon.models.foreign.experts import ForeignExperts
 from echelon.models.foreign.float64_casts import float64_casts
-from echelon.models.foreign.layer_stack import LayerCall, implementations
+from echelon.models.foreign.foreign_experts import ForeignExperts
+from echelon.models.foreign.layer_probe import implementations
+from echelon.models.foreign.layer_stack import LayerCall
 from echelon.models.foreign.unfuse import is_linear, output_dim
 from echelon.parallel.tp.region_plan import RegionPlan
 from echelon.parallel.tp.region_trial import RegionCall, is_exact, run_whole
@@ -248,7 +249,7 @@ def _plans(
         yield plain
     if not heads.queries or not heads.divides():
         return
-    head_dim = next((m.head_dim for m in module.modules() if isinstance(getattr(m, "head_dim", None), int)), 0)
+    head_dim = next((int(n) for m in module.modules() if isinstance(n := vars(m).get("head_dim"), int)), 0)
     key_size = heads.keys * head_dim
     parts = {name: min(heads.tp, heads.keys) if size == key_size else heads.tp for name, size in sizes.items()}
     of_heads = tuple(name for name, p in module.named_parameters() if p.shape == (heads.queries,))

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism of a foreign model: its class runs unchanged, in regions that derive_regions.py found.
+"""Tensor and sequence parallelism of a foreign model: its class runs unchanged, in regions that were derived.
 
     embedding      sharded by rows of the vocabulary, whatever the class does with them
     regions        columns and row of each (region_plan.py)
@@ -54,10 +54,15 @@ class VocabParallelLookup(nn.Module):
     vocab_size: int
 
     def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        axis, rows = self.boundary.axis, self.weight.shape[0]  # type: ignore[union-attr,index]
+        axis, rows = self.boundary.axis, self._num_rows()
         local, is_remote = local_row_index(ids, axis.index * rows, rows, self.vocab_size)
         found = super().forward(local, *args, **kwargs)
         return self.boundary.leave(found.masked_fill(is_remote[..., None], 0.0))
+
+    def _num_rows(self) -> int:
+        weight = self._parameters["weight"]
+        assert weight is not None
+        return weight.shape[0]
 
 
 class ForeignSplitter(RegionSplitter):
@@ -131,7 +136,7 @@ class ForeignSplitter(RegionSplitter):
                 module.register_forward_hook(lambda _module, _args, out: local_sequence_slice(out, self.axis))
 
     def _gather(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Gather the slices of every hidden tensor. All ranks then compute the same: gradients are sliced, not summed."""
+        """Gather the slices of every hidden tensor. All ranks then compute the same, so gradients are sliced."""
         boundary, axis = self.boundary, self.axis
         part, hidden = positions_per_rank(boundary.length, axis), self.foreign.layer_stack.hidden_size
 

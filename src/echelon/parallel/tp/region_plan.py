@@ -1,7 +1,7 @@
 """What tensor parallelism does to one region of a foreign model, as data: `RegionPlan`, and its splitter.
 
 A region is a module whose linears come in columns and one row, as attention and MLPs do, named as Megatron-LM names
-them (tensor_parallel.py). In a foreign model nobody marked them; derive_regions.py finds them and proves each plan.
+them (tensor_parallel.py). A foreign model has no such table; derive_regions.py finds the regions and proves each plan.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RegionSplitter(ModuleSplitter):
             module.register_forward_pre_hook(self._enter, with_kwargs=True)
         row = root + plan.row
         for name in inside:
-            owner, _, attribute = name.removeprefix(root).rpartition(".")
+            owner, _, _name = name.removeprefix(root).rpartition(".")
             if owner in plan.columns:
                 self._split_column(name, plan.columns[owner])
             elif name.removeprefix(root) in plan.head_params:
@@ -113,7 +113,8 @@ class ReducedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight if self.is_transposed else self.weight.t()
         y = self.boundary.leave(x @ weight)
-        return y if self.bias is None else y + self.bias
+        bias = self._parameters["bias"]
+        return y if bias is None else y + bias
 
 
 def scale_config(module: nn.Module, values: Mapping[str, int]) -> None:

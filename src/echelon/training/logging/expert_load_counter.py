@@ -15,7 +15,7 @@ from echelon.layout import Layout
 from echelon.layout.collective import Collective
 from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.models.foreign.causal_lm import ForeignCausalLM
-from echelon.models.foreign.experts import ForeignExperts
+from echelon.models.foreign.foreign_experts import ForeignExperts
 from echelon.moe.moe_layer import MoELayer
 from echelon.parallel.comm.mesh_axis import PendingWork
 from echelon.parallel.parallel_model import ParallelModel

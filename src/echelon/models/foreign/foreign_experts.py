@@ -50,7 +50,7 @@ class ForeignExperts(nn.Module):
 
     def compute(self, hidden: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
         """Run the class's own code on local experts."""
-        out: Tensor = super().forward(hidden, choices, weights)  # type: ignore[misc]
+        out: Tensor = super().forward(hidden, choices, weights)
         return out
 
     def end_step(self, load: Tensor) -> None:
