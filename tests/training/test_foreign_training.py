@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 import echelon as ec
 from echelon.cli import app
-from echelon.config.run_config import Config
 from echelon.layout.validation_error import ValidationError
+from echelon.training.start_training import load_config
 
 transformers = pytest.importorskip("transformers")
 BYTES = 260
@@ -107,7 +107,7 @@ def test_wrap_leaves_a_users_loop_as_it_is() -> None:
 def test_settings_that_the_config_decides_are_refused(setting: str, words: str, tmp_path: Path) -> None:
     model = write_family("llama", tmp_path)
     with pytest.raises(ValidationError, match=words):
-        Config.from_settings([f"model=hf:{model}", setting])
+        load_config(None, [f"model=hf:{model}", setting], 1)
 
 
 def test_a_vocabulary_that_is_too_small_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from echelon.checkpoint.hf.foreign_weights import init_from_hf_dir, write_hf_dir
 from echelon.checkpoint.hf.safetensors_writer import atomic_directory
 from echelon.models import init_weights
 from echelon.models.foreign.causal_lm import build_causal_lm
-from echelon.models.foreign.hf_source import HFSource
+from echelon.models.foreign.hf_source import HFSource, quiet_transformers
 from echelon.models.foreign.layer_stack import own_class
 
 
@@ -61,6 +61,13 @@ def export_foreign_model(
     seed: int = 0,
 ) -> ForeignExport:
     """Write trained tensors, or those of the directory or of `seed`, and read them back through transformers."""
+    with quiet_transformers():
+        return _export(source, tensors, target, dtype, seed)
+
+
+def _export(
+    source: HFSource, tensors: Mapping[str, TensorSource] | None, target: Path, dtype: torch.dtype | None, seed: int
+) -> ForeignExport:
     model = build_causal_lm(source)
     state = (
         {name: tensor.read() for name, tensor in tensors.items()} if tensors else _initial_state(model, source, seed)

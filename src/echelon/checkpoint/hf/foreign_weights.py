@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from echelon.checkpoint.hf.safetensors_reader import format_names, open_safetensors
+from echelon.models.foreign.hf_source import quiet_transformers
 from echelon.models.foreign.layer_stack import own_class
 from echelon.models.foreign.unfuse import PartTensor
 
@@ -75,7 +76,8 @@ def _stored_name(name: str, stored: Mapping[str, Any], model: Any) -> str | None
 
 def _converted(model: Any, source: HFSource, names: list[str]) -> dict[str, Tensor]:
     own = own_class(model)
-    loaded, info = own.from_pretrained(source.folder, local_files_only=True, output_loading_info=True)
+    with quiet_transformers():
+        loaded, info = own.from_pretrained(source.folder, local_files_only=True, output_loading_info=True)
     absent = sorted(set(info["missing_keys"]) & set(names))
     if absent:
         raise ValueError(

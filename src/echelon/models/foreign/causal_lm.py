@@ -23,7 +23,7 @@ from echelon.models.foreign.core_attention import CONTEXT_ARGUMENT, AttentionSta
 from echelon.models.foreign.float64_casts import float64_casts
 from echelon.models.foreign.foreign_experts import ForeignExperts, is_experts
 from echelon.models.foreign.functional_dropout import add_sites, counter_dropout
-from echelon.models.foreign.hf_source import HFSource
+from echelon.models.foreign.hf_source import HFSource, quiet_transformers
 from echelon.models.foreign.init_rules import materialize_buffers, record_init
 from echelon.models.foreign.layer_probe import find_layer_stack
 from echelon.models.foreign.layer_stack import LayerCall, LayerStack
@@ -315,6 +315,11 @@ def build_causal_lm(
     """
     import transformers
 
+    with quiet_transformers():
+        return _build(transformers, source, device, dtype, seed)
+
+
+def _build(transformers: Any, source: HFSource, device: str, dtype: torch.dtype, seed: int) -> Any:
     config = transformers.AutoConfig.from_pretrained(source.folder, local_files_only=True, trust_remote_code=False)
     # float64 has no grouped GEMM.
     options = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
