@@ -1,4 +1,4 @@
-"""`model=hf:DIR`: trained on two ranks, saved, resumed and exported; and models of transformers in a user's own program."""
+"""`model=hf:DIR`: trained on two ranks, saved, resumed and exported; models of transformers in a custom program."""
 
 from __future__ import annotations
 
