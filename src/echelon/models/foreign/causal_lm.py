@@ -155,7 +155,8 @@ class ForeignCausalLM(nn.Module):
 
     def _embed(self, tokens: Tensor, documents: Tensor | None, positions: Tensor | None) -> Tensor:
         """The input of the first layer. Positions are those of all tokens: the embedding may leave a rank's slice."""
-        positions = document_positions(tokens, documents) if positions is None else positions
+        if self.embeds_slices and positions is None:  # the model would count the tokens of a slice
+            positions = document_positions(tokens, documents)
         placed = self._positions(tokens, documents, positions) if self.layer_stack.takes_positions else {}
         return self.layer_stack.embed(self, input_ids=tokens, **placed)
 
@@ -188,6 +189,8 @@ class ForeignCausalLM(nn.Module):
         self.has_cores = self.runs_by_layer = True
 
     has_cores = False
+    embeds_slices = False
+    """the embedding leaves this rank's slice of each sequence (sequence parallelism)"""
 
     context_dtype: torch.dtype | None = None
     """dtype of the hidden states, where no parameter of this rank has it"""

@@ -121,6 +121,7 @@ class ForeignSplitter(RegionSplitter):
     def _divide_sequences(self, derived: DerivedSplit, sharded: set[str]) -> None:
         """Between regions each rank has a slice of the sequence: its gradients of replicated parameters are partial."""
         stack, whole = self.foreign.layer_stack, set(derived.whole)
+        self.foreign.embeds_slices = True
         for name in whole:
             module = self.foreign.get_submodule(name)
             module.register_forward_pre_hook(self._gather, with_kwargs=True)
