@@ -194,7 +194,7 @@ class Init:
     @torch.no_grad()
     def fill(self, out: Tensor, seed: int, name: str, window: Window | None = None) -> None:
         """Write the initial values of a parameter, or of the slice of it that `window` describes, into `out`."""
-        if self.distribution not in SAMPLERS:
+        if self.distribution in ("zeros", "ones"):
             out.fill_(1.0 if self.distribution == "ones" else 0.0)
             return
         for first, last, rows in _row_chunks(out):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from echelon.config.lr_schedule import lr_factor
 from echelon.config.run_config import Config
 from echelon.config.sections import LRScheduleConfig, OptimizerConfig
+from echelon.models.foreign.hf_source import is_hf_model, read_hf_source
 from echelon.models.model_config import IGNORE_INDEX, ModelConfig
 from echelon.models.user_model import load_factory
 
@@ -71,9 +72,14 @@ class VerifyCase:
 
         from echelon import models
 
+        dtype = torch.float64 if double else torch.float32
         if isinstance(self.model, ModelConfig):
-            dtype = torch.float64 if double else torch.float32
             return models.build(self.model, device, dtype=dtype, seed=self.seed)
+        if is_hf_model(self.model):
+            from echelon.models.foreign.causal_lm import build_causal_lm
+
+            foreign: nn.Module = build_causal_lm(read_hf_source(self.model), device, dtype=dtype, seed=self.seed)
+            return foreign
         torch.manual_seed(self.seed)
         model: nn.Module = load_factory(self.model)()
         return model.double() if double else model
@@ -82,14 +88,16 @@ class VerifyCase:
         """The global batch of a step, the same on every rank, with floats in float64."""
         import torch
 
-        if not isinstance(self.model, ModelConfig):
+        if self.batch_function:
             tensors: dict[str, Any] = load_factory(self.batch_function)(num_sequences, self.seed + step)
             return {key: value.double() if value.is_floating_point() else value for key, value in tensors.items()}
         generator = torch.Generator().manual_seed(self.seed + step)
-        if self.model.family == "conv":
+        own = self.model if isinstance(self.model, ModelConfig) else None
+        vocab = own.vocab if own else read_hf_source(str(self.model)).vocab
+        if own and own.family == "conv":
             images = torch.randn(num_sequences, 3, 16, 16, generator=generator, dtype=torch.float64)
             return {"images": images, "labels": torch.randint(0, 10, (num_sequences,), generator=generator)}
-        tokens = torch.randint(0, self.model.vocab, (num_sequences, self.seq_len + 1), generator=generator)
+        tokens = torch.randint(0, vocab, (num_sequences, self.seq_len + 1), generator=generator)
         targets = tokens[:, 1:].clone()
         # Different numbers of valid targets per rank and microbatch distinguish a mean of means from the mean.
         targets[torch.rand(targets.shape, generator=generator) < 0.3] = IGNORE_INDEX

@@ -15,6 +15,7 @@ from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.layout.rules import LayoutConstraints, find_violations
 from echelon.layout.validation_error import ValidationError, ValidationIssue
 from echelon.models import model_config, user_model
+from echelon.models.foreign.hf_source import is_hf_model, read_hf_source
 from echelon.models.hf.hf_config_reader import CONFIG_FILE, read_hf_config
 from echelon.models.model_config import ModelConfig
 from echelon.models.model_dir import is_model_dir
@@ -150,6 +151,9 @@ def make_case(
     if isinstance(model, ModelConfig):
         return VerifyCase(model=model, **options)
     spec = model if isinstance(model, str) else factory_spec(model)
+    if is_hf_model(spec):
+        read_hf_source(spec)
+        return VerifyCase(model=spec, **options)
     if ":" not in spec:
         return VerifyCase(model=_find_model(spec), reduce=True, **options)
     batches = batch if isinstance(batch, str) else factory_spec(batch)

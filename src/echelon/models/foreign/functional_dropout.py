@@ -1,0 +1,118 @@
+"""Dropout that a model calls as a function, drawn by counters as that of modules is.
+
+`F.dropout(x, p)` and the dropout of `F.scaled_dot_product_attention` draw from torch's generator, so that their masks
+would change with the layout. A layer's calls are counted once (layer_stack.py); each gets an `nn.Dropout` in the
+layer's `functional_dropouts`, which rng.attach_stream replaces as it does others, and which the calls then use in
+their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from echelon.rng import Dropout
+
+SITES = "functional_dropouts"
+"""attribute of a layer, or of the model for calls outside its layers"""
+
+
+class RecordDropoutCalls(TorchFunctionMode):
+    """Records the probability of each call that drops something, and lets it drop nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[float] = []
+        """of the layer that runs"""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        p, others = dropout_probability(func, args, kwargs or {})
+        if p:
+            self.calls.append(p)
+            return args[0] if func is F.dropout else func(*args, **others)
+        return func(*args, **(kwargs or {}))
+
+
+class CounterDropoutCalls(TorchFunctionMode):
+    """Gives each call that drops something the next of a layer's sites."""
+
+    def __init__(self, sites: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.sites = iter(sites)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        p, others = dropout_probability(func, args, kwargs or {})
+        if not p:
+            return func(*args, **(kwargs or {}))
+        site: Any = next(self.sites, None)
+        if site is None:
+            raise RuntimeError(f"a layer drops values in more calls than when they were counted (p={p})")
+        return _drop(site, args[0]) if func is F.dropout else attention_with_dropout(site, *args, **others)
+
+
+def _drop(site: Dropout, x: Tensor) -> Tensor:
+    """Drop values of [rows, tokens, ...], also where a layer has made one dimension of both."""
+    rows = len(site.stream.samples) if site.stream.samples is not None else len(x)
+    is_flat = len(x) != rows and len(x) % rows == 0
+    out: Tensor = site(x.unflatten(0, (rows, -1)) if is_flat else x)
+    return out.flatten(0, 1) if is_flat else out
+
+
+def dropout_probability(func: Any, args: Any, kwargs: Any) -> tuple[float, dict[str, Any]]:
+    """The probability with which a call drops values, 0 if it does not, and its keywords without dropout."""
+    if func is F.scaled_dot_product_attention:
+        others = {key: value for key, value in kwargs.items() if key != "dropout_p"}
+        return float(kwargs.get("dropout_p", 0.0)), others
+    if func is F.dropout:
+        given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+        return float(given.get("p", 0.5)) if given.get("training", True) else 0.0, {}
+    return 0.0, kwargs
+
+
+def attention_with_dropout(
+    dropout: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """softmax(q k) v, whose probabilities `dropout` drops."""
+    if enable_gqa:
+        repeat = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
+    scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.transpose(-2, -1)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, float("-inf"))
+        else:
+            scores = scores + attn_mask
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    out: Tensor = dropout(scores.softmax(-1, dtype=wide).to(value.dtype)) @ value
+    return out
+
+
+def add_sites(module: nn.Module, probabilities: Iterable[float]) -> None:
+    """Give a layer a dropout for each of its calls."""
+    sites = nn.ModuleList(nn.Dropout(p) for p in probabilities)
+    if len(sites):
+        setattr(module, SITES, sites.train(module.training))
+
+
+@contextmanager
+def counter_dropout(module: nn.Module) -> Iterator[None]:
+    """Run a layer's code with the dropouts of its calls, once they draw by counters."""
+    own: Iterable[nn.Module] | None = getattr(module, "called_dropouts", None)
+    sites = list(own if own is not None else getattr(module, SITES, ()))
+    with CounterDropoutCalls(sites) if sites and isinstance(sites[0], Dropout) else nullcontext():
+        yield

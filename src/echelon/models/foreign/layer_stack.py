@@ -1,0 +1,212 @@
+"""The layers of a transformers model and what surrounds them, run one by one (layer_probe.py finds them).
+
+[Note: a forward in three parts]
+
+transformers' forward is one function: it embeds, prepares what every layer reads (masks, rotary tables, positions),
+calls the layers, applies the last norm and the head. Its parts run without a change to it, on a shallow copy of the
+model ("shell") whose layers are stubs:
+
+    embedding    the stub of the first layer keeps its input and ends the forward
+    context      given zero embeddings, each stub keeps the keyword arguments of its layer and passes its input on
+    head         the stub of the last layer returns given hidden states; norm, head and what follows run as written
+
+In the second and third, modules before the layers are stubs as well: a later pipeline stage does not hold them. A
+shell shares every other module and parameter with the model, and is made anew at each use, since parallelism replaces
+modules.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+Call = Callable[..., Any]
+
+
+class _LayersReached(Exception):  # noqa: N818
+    """Ends a forward at a stub: no error, but the end of a part."""
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """What the model passes to one layer beside the hidden states."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    by_keyword: bool
+    """the hidden states are passed as `hidden_states=`"""
+
+    def run(self, layer: Call, hidden: Tensor) -> Tensor:
+        if self.by_keyword:
+            output = layer(*self.args, hidden_states=hidden, **self.kwargs)
+        else:
+            output = layer(hidden, *self.args, **self.kwargs)
+        first: Tensor = output[0] if isinstance(output, tuple) else output
+        return first
+
+
+@dataclass(frozen=True)
+class LayerStack:
+    """Where the layers of a model are, and what surrounds them."""
+
+    path: str
+    """of the module list"""
+    num_layers: int
+    returns_tuple: bool
+    before: tuple[str, ...]
+    """modules that are called before the first layer"""
+    after: tuple[str, ...]
+    """modules that are called after the last"""
+    added_sizes: Mapping[str, int]
+    """modules before the layers that look vectors up: their size"""
+    attributes: tuple[Mapping[str, Any], ...]
+    """plain attributes of each layer, which a forward may read of a layer that another stage holds"""
+    hidden_size: int
+    tables: tuple[str, ...]
+    """modules without parameters outside the layers, such as rotary tables, which every stage holds"""
+    dropouts: tuple[tuple[float, ...], ...]
+    """probabilities of the dropouts that each layer calls as functions, and last of those around the layers"""
+    attention_calls: tuple[Mapping[str, Mapping[str, Any]], ...]
+    """for each layer, the modules that attend through transformers' interface, and the options of their calls"""
+    attention_dropouts: tuple[tuple[int, ...], ...]
+    """for each layer, which of `dropouts` drop attention probabilities"""
+    takes_positions: bool
+    """the model's forward has an argument `position_ids`"""
+    fused: Mapping[str, tuple[int, ...]]
+    """linears of which a layer cuts the output into parts: the parts' sizes (unfuse.py)"""
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        return tuple(f"{self.path}.{index}" for index in range(self.num_layers))
+
+    # -- parts of the forward -----------------------------------------------------------------------------------------
+
+    def embed(self, model: nn.Module, **inputs: Any) -> Tensor:
+        """Return the input of the first layer."""
+        reached: list[Tensor] = []
+
+        def first(*args: Any, **kwargs: Any) -> Any:
+            reached.append(split_hidden(args, kwargs)[0])
+            raise _LayersReached
+
+        self._run(self._shell(model, [first], {}), inputs)
+        return reached[0]
+
+    def contexts(self, model: nn.Module, like: Tensor, **inputs: Any) -> list[LayerCall]:
+        """Return what each layer is called with, given [rows, tokens, ...] zeros in place of embeddings."""
+        calls: list[LayerCall] = []
+
+        def keep(*args: Any, **kwargs: Any) -> Any:
+            hidden, call = split_hidden(args, kwargs)
+            calls.append(call)
+            if len(calls) == self.num_layers:
+                raise _LayersReached
+            return (hidden, None) if self.returns_tuple else hidden
+
+        self._run(self._shell(model, [keep] * self.num_layers, self._stubs(like)), {**inputs, "inputs_embeds": like})
+        return calls
+
+    def head(self, model: nn.Module, hidden: Tensor, **inputs: Any) -> Any:
+        """Return the model's output for the hidden states after the last layer."""
+
+        def pass_on(*args: Any, **kwargs: Any) -> Any:
+            given = split_hidden(args, kwargs)[0]
+            return (given, None) if self.returns_tuple else given
+
+        def last(*_args: Any, **_kwargs: Any) -> Any:
+            return (hidden, None) if self.returns_tuple else hidden
+
+        zeros = hidden.new_zeros(()).expand(hidden.shape)
+        shell = self._shell(model, [pass_on] * (self.num_layers - 1) + [last], self._stubs(hidden))
+        return self._run(shell, {**inputs, "inputs_embeds": zeros})
+
+    def _run(self, shell: nn.Module, inputs: Mapping[str, Any]) -> Any:
+        try:
+            return shell.forward_as_written(**inputs, use_cache=False)  # type: ignore[operator]
+        except _LayersReached:
+            return None
+
+    def _stubs(self, like: Tensor) -> dict[str, nn.Module]:
+        """Stubs of the modules before the layers."""
+        sizes = self.added_sizes
+        return {name: _Zeros(like, sizes[name]) if name in sizes else _PassOn() for name in self.before}
+
+    def _shell(self, model: nn.Module, calls: Sequence[Call], stubs: Mapping[str, nn.Module]) -> nn.Module:
+        calls = [*calls, *[_unreached] * (self.num_layers - len(calls))]
+        layers = nn.ModuleList(_Stub(call, known) for call, known in zip(calls, self.attributes, strict=True))
+        shell, replaced = _shallow_copy(model), {**stubs, self.path: layers}
+        copied = {"": shell}
+        for path, module in replaced.items():
+            parent = ""
+            for name in path.split(".")[:-1]:
+                child = f"{parent}.{name}" if parent else name
+                if child not in copied:
+                    copied[child] = _shallow_copy(copied[parent]._modules[name])
+                    copied[parent]._modules[name] = copied[child]
+                parent = child
+            copied[parent]._modules[path.rpartition(".")[2]] = module
+        return shell
+
+
+class _Stub(nn.Module):
+    """Stands in for a layer."""
+
+    def __init__(self, call: Call, attributes: Mapping[str, Any]):
+        super().__init__()
+        self.__dict__.update(attributes)
+        self._call = call
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+
+class _Zeros(nn.Module):
+    """Stands in for an embedding: a zero vector that broadcasts."""
+
+    def __init__(self, like: Tensor, size: int):
+        super().__init__()
+        self.weight = like.new_empty(0, size)
+        """models read its dtype and device"""
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> Tensor:
+        return self.weight.new_zeros(1, 1, 1)
+
+
+class _PassOn(nn.Module):
+    """Stands in for a norm or a projection before the layers."""
+
+    def forward(self, x: Any, *_args: Any, **_kwargs: Any) -> Any:
+        return x
+
+
+def _unreached(*_args: Any, **_kwargs: Any) -> Any:
+    raise AssertionError("a layer was called after the end of a part")
+
+
+def _shallow_copy(module: nn.Module | None) -> nn.Module:
+    """The same module without its hooks, whose children can be replaced without changing the original."""
+    assert module is not None
+    copied = module.__class__.__new__(module.__class__)
+    copied.__dict__ = dict(module.__dict__)
+    copied.__dict__["_modules"] = dict(module._modules)
+    for name, value in module.__dict__.items():
+        if name.endswith("_hooks") and isinstance(value, dict):
+            copied.__dict__[name] = OrderedDict()
+    return copied
+
+
+def split_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, LayerCall]:
+    """The hidden states, and the rest of a layer's arguments."""
+    if args:
+        return args[0], LayerCall(args[1:], kwargs, by_keyword=False)
+    others = {key: value for key, value in kwargs.items() if key != "hidden_states"}
+    return kwargs["hidden_states"], LayerCall((), others, by_keyword=True)
+
+
+def own_class(model: nn.Module) -> Any:
+    """The class of transformers that an adapted model had."""
+    return type(model).__bases__[-1]
