@@ -56,7 +56,11 @@ class LanguageModelTask:
         self.name = f"{self.model_config.name}: {self.model_config.parameters:,} parameters"
         self.tokenizer = data.load_tokenizer(config.data.tokenizer)
         source = config.data
-        files = [data.prepare_token_file(path, TOKEN_CACHE_DIR, tokenizer=self.tokenizer) for path in source.path]
+        self.records = _record_format(config) if any(map(data.may_hold_records, map(Path, source.path))) else None
+        files = [
+            data.prepare_token_file(path, TOKEN_CACHE_DIR, tokenizer=self.tokenizer, records=self.records)
+            for path in source.path
+        ]
         self.dataset = data.TokenDataset(
             files or [data.default_corpus(TOKEN_CACHE_DIR, tokenizer=self.tokenizer)],
             source.weights,
@@ -86,6 +90,9 @@ class LanguageModelTask:
 
     def describe(self) -> list[ResolvedSetting]:
         settings = self.dataset.describe()
+        if self.records is not None and self.records.chat_field:
+            template, targets = self.records.chat_template, self.records.train_on
+            settings.append(("chat template", template.origin, f"of conversations; data.train_on={targets}"))
         if is_model_dir(self.config.model):
             reason = "from a model directory; each rank reads its slices"
             settings.append(("initial weights", self.config.model, reason))
@@ -168,6 +175,16 @@ TrainingTask = LanguageModelTask | UserModelTask
 def configured_model(config: Config) -> ModelConfig:
     """Return the named model with the overrides of the configuration."""
     return config.override_model(models.find_model(config.model), seq_len=config.seq_len)
+
+
+def _record_format(config: Config) -> data.RecordFormat:
+    source = config.data
+    return data.RecordFormat(
+        text_field=source.text_field,
+        chat_field=source.chat_field,
+        chat_template=data.load_chat_template(source.chat_template, source.tokenizer),
+        train_on=source.train_on,
+    )
 
 
 def _tensors(batch: dict[str, data.token_file.IntArray]) -> dict[str, Tensor]:
