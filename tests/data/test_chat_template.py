@@ -112,6 +112,8 @@ def test_tools_are_part_of_a_turn() -> None:
     )
     messages = [TALK[1], {"role": "assistant", "tool_calls": [{"name": "f"}]}, {"role": "tool", "content": "4"}]
     assert turns(render(source, messages)) == ['[{"name": "f"}];']
+    with pytest.raises(TextError, match=r"ChatML has no calls of tools \(message 2\); give data.chat_template"):
+        render(None, messages)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +184,7 @@ def test_a_template_that_loops_is_ended(source: str, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_a_template_that_fills_the_memory_is_ended(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echelon.data.chat_template.RENDER_BYTES", 200 << 20)
+    monkeypatch.setattr("echelon.data.chat_template.RENDER_BYTES", 400 << 20)
     with pytest.raises(TextError, match=r"too much memory|more than 67108864 characters"):
         render(source)
 

@@ -90,7 +90,9 @@ class ChatMLRenderer:
 
     def render(self, messages: Sequence[Message], *, find_turns: bool) -> RenderedChat:
         text, turns = "", []
-        for message in messages:
+        for number, message in enumerate(messages, 1):
+            if message.get("tool_calls"):
+                raise TextError(f"ChatML has no calls of tools (message {number}); give data.chat_template")
             text += f"<|im_start|>{message['role']}\n"
             start = len(text)
             text += f"{message.get('content', '')}<|im_end|>\n"
