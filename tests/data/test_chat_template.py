@@ -129,8 +129,15 @@ def test_tools_are_part_of_a_turn() -> None:
         ("{% for i in range(1000000) %}{% endfor %}", "cannot be rendered (Range too big"),
         ("{{ messages.append(1) }}", "cannot be rendered ("),
         ("{{ '\\ud800' }}{{ messages[1].content }}", "renders a text that is not valid Unicode"),
-        ("{{ messages[-1].content }}", "renders message 3 differently when another follows"),
-        ("{% for m in messages %}{{ loop.length }}{% endfor %}", "renders message 3 differently when another follows"),
+        ("{{ messages[-1].content }}", "does not render a conversation prefix by prefix (message 3)"),
+        (
+            "{% for m in messages %}{{ loop.length }}{% endfor %}",
+            "does not render a conversation prefix by prefix (message 3)",
+        ),
+        (
+            "{% for m in messages %}A:{{ m.content }}{% endfor %}{% if add_generation_prompt %}A:<think>{% endif %}",
+            "does not render a conversation prefix by prefix (message 3)",
+        ),
         ("{% for m in messages %}{% endfor %}", "renders no turn of the assistant"),
         ("{% for m in messages %}x{% generation %}{% endgeneration %}{% endfor %}", "renders no turn of the assistant"),
         (

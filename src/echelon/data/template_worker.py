@@ -15,7 +15,7 @@ conversation always renders to the same text.
        messages[:i], add_generation_prompt    <|im_start|>user\\nHello<|im_end|>\\n<|im_start|>assistant\\n
        messages[:i + 1]                       <|im_start|>user\\nHello<|im_end|>\\n<|im_start|>assistant\\nHi!<|im_end|>
                                                                                                       └─── turn ──┘
-   A template that renders a message differently once another one follows has no such prefixes, and is refused.
+   A template that renders a message differently once another one follows, or after another prompt, is refused.
 
 The first line of standard input holds the template and the limits, each further line a conversation; each is answered
 by one line. This file is run as a script, and imports Jinja and nothing of Echelon.
@@ -37,8 +37,8 @@ MAX_REASON = 300
 NONCHARACTERS = [chr(number) for number in range(0xFDD0, 0xFDF0)]
 """which Unicode leaves to programs for marks like these"""
 NO_PREFIX = (
-    "the chat template renders message {number} differently when another follows, so that the assistant's turn cannot "
-    'be found; mark turns with {{% generation %}} in data.chat_template, or set data.train_on="all"'
+    "the chat template does not render a conversation prefix by prefix (message {number}), so that the assistant's turn "
+    'cannot be found; mark turns with {{% generation %}} in data.chat_template, or set data.train_on="all"'
 )
 
 
