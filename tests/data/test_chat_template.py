@@ -34,6 +34,7 @@ TALK = [
     {"role": "user", "content": "Bye"},
     {"role": "assistant", "content": "So long"},
 ]
+NO_PREFIX = "does not render a conversation prefix by prefix (message 3)"
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
 
@@ -129,14 +130,14 @@ def test_tools_are_part_of_a_turn() -> None:
         ("{% for i in range(1000000) %}{% endfor %}", "cannot be rendered (Range too big"),
         ("{{ messages.append(1) }}", "cannot be rendered ("),
         ("{{ '\\ud800' }}{{ messages[1].content }}", "renders a text that is not valid Unicode"),
-        ("{{ messages[-1].content }}", "does not render a conversation prefix by prefix (message 3)"),
+        ("{{ messages[-1].content }}", NO_PREFIX),
         (
             "{% for m in messages %}{{ loop.length }}{% endfor %}",
-            "does not render a conversation prefix by prefix (message 3)",
+            NO_PREFIX,
         ),
         (
             "{% for m in messages %}A:{{ m.content }}{% endfor %}{% if add_generation_prompt %}A:<think>{% endif %}",
-            "does not render a conversation prefix by prefix (message 3)",
+            NO_PREFIX,
         ),
         ("{% for m in messages %}{% endfor %}", "renders no turn of the assistant"),
         ("{% for m in messages %}x{% generation %}{% endgeneration %}{% endfor %}", "renders no turn of the assistant"),

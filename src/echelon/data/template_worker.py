@@ -37,8 +37,8 @@ MAX_REASON = 300
 NONCHARACTERS = [chr(number) for number in range(0xFDD0, 0xFDF0)]
 """which Unicode leaves to programs for marks like these"""
 NO_PREFIX = (
-    "the chat template does not render a conversation prefix by prefix (message {number}), so that the assistant's turn "
-    'cannot be found; mark turns with {{% generation %}} in data.chat_template, or set data.train_on="all"'
+    "the chat template does not render a conversation prefix by prefix (message {number}), so that the turn of "
+    'the assistant cannot be found; mark turns with {{% generation %}} in data.chat_template, or set data.train_on="all"'
 )
 
 
