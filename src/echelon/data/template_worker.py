@@ -38,7 +38,7 @@ NONCHARACTERS = [chr(number) for number in range(0xFDD0, 0xFDF0)]
 """which Unicode leaves to programs for marks like these"""
 NO_PREFIX = (
     "the chat template does not render a conversation prefix by prefix (message {number}), so that the turn of "
-    'the assistant cannot be found; mark turns with {{% generation %}} in data.chat_template, or set data.train_on="all"'
+    'the assistant cannot be found; mark it with {{% generation %}} in data.chat_template, or set data.train_on="all"'
 )
 
 
