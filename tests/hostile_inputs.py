@@ -6,8 +6,11 @@ checksums are right, so that what is behind them is reached.
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import hashlib
 import json
+import lzma
 import os
 import random
 import shutil
@@ -324,6 +327,60 @@ def change_token_file(path: Path, part: str, rng: random.Random) -> None:
     path.write_bytes(text[: HEADER_BYTES - 1].ljust(HEADER_BYTES - 1) + b"\n" + payload + table)
 
 
+CHAT = [
+    {"text": "a text of one record"},
+    {"messages": [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5", "name": None}]},
+]
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos }}\n{% endfor %}"
+
+
+def records(rng: random.Random, folder: Path, samples: Samples) -> list[Any]:
+    """JSONL and Parquet, compressed or not, with changed records, bytes and chat templates."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    name = rng.choice(("x.jsonl", "x.jsonl", "x.jsonl.gz", "x.jsonl.xz", "x.jsonl.zst", "x.txt.bz2", "x.parquet"))
+    path, kind = folder / name, rng.choice(("record", "record", "line", "bytes", "cut", "file", "template", "template"))
+    changed = [changed_tree(rng, record) if kind == "record" else record for record in CHAT]
+    text = "\n".join(
+        changed_text(rng, dumps(r)) if kind == "line" and rng.random() < 0.5 else dumps(r) for r in changed
+    )
+    if name == "x.parquet":
+        try:
+            pq.write_table(
+                pa.Table.from_pylist([r if isinstance(r, dict) else {"text": repr(r)} for r in changed]), path
+            )
+        except (pa.ArrowException, OverflowError, TypeError, UnicodeError, ValueError):
+            path.write_bytes(b"PAR1" * 100)
+    else:
+        path.write_bytes(_compressed(name, (text * rng.choice((1, 50))).encode(errors="replace")))
+    data = bytearray(path.read_bytes())
+    if kind == "bytes":
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(data)
+    elif kind == "cut":
+        path.write_bytes(data[: rng.randrange(len(data))])
+    elif kind == "file":
+        strange_file(rng, path)
+    extra = []
+    if kind == "template":
+        (folder / "chat.jinja").write_text(changed_text(rng, TEMPLATE), encoding="utf-8")
+        extra = ["--set", f"data.chat_template={folder / 'chat.jinja'}"]
+    return [*_train_on(samples), "--set", f"data.path={path}", *extra]
+
+
+def _compressed(name: str, data: bytes) -> bytes:
+    import zstandard
+
+    compress = {
+        ".gz": gzip.compress,
+        ".bz2": bz2.compress,
+        ".xz": lzma.compress,
+        ".zst": zstandard.ZstdCompressor().compress,
+    }
+    return compress.get(Path(name).suffix, bytes)(data)
+
+
 def tokenizer(rng: random.Random, folder: Path, samples: Samples) -> list[Any]:
     path = folder / "tokenizer.json"
     vocabulary = {"<|endoftext|>": 0, **{chr(97 + i): i + 1 for i in range(26)}}
@@ -522,5 +579,5 @@ def profile(rng: random.Random, folder: Path, samples: Samples) -> list[Any]:
 
 MAKERS: tuple[Callable[[random.Random, Path, Samples], list[Any]], ...] = (
     *(configuration, checkpoint, token_file, hugging_face, run_file, layout, cluster_file, schedule_file),
-    *(configuration, checkpoint, native_model, hugging_face, checkpoint, plan_file, table, profile, tokenizer),
+    *(configuration, checkpoint, native_model, hugging_face, checkpoint, plan_file, table, profile, tokenizer, records),
 )

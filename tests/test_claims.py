@@ -187,6 +187,9 @@ CLAIMS: dict[str, tuple[Check, ...]] = {
         not_imported("DataParallel", "training", "parallel", "launch"),
     ),
     # data
+    "A record with both fields or with neither is refused": (
+        asserted_in("data/test_records.py", "test_a_record_with_both_fields_or_neither_is_refused"),
+    ),
     "An invalid `.tokens` file, and a text with NUL bytes, are refused": (
         asserted_in("data/test_token_file.py", "test_every_flipped_bit_is_found", "test_foreign_and_missing_files"),
     ),

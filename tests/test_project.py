@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("input_file", "draw", "faults", "layout", "kernels", "models", "parallel", "precision", "rng", "compat"),
     },
     "checkpoint": {"input_file", "faults", "layout", "memory", "models", "optim", "parallel"},
-    "config": {"input_file", "layout", "memory", "models", "optim", "pipeline"},
+    "config": {"data", "input_file", "layout", "memory", "models", "optim", "pipeline"},
     "planning": {
         *("input_file", "draw", "layout", "kernels", "models", "memory", "optim", "parallel", "pipeline", "compat"),
     },

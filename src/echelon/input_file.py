@@ -144,12 +144,18 @@ def _limited(parse: Callable[[], Any]) -> Any:
         raise ValueError(TOO_LONG) from None
     level = [value]
     for _ in range(MAX_DEPTH + 1):
-        if any(type(item) is int and not -MAX_INTEGER < item < MAX_INTEGER for item in level):
-            raise ValueError(TOO_LONG)
-        nested = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
-        if not nested:
+        below: list[Any] = []
+        is_nested = False
+        for item in level:
+            kind = type(item)
+            if kind is int and not -MAX_INTEGER < item < MAX_INTEGER:
+                raise ValueError(TOO_LONG)
+            if kind is dict or kind is list:
+                is_nested = True
+                below.extend(item.values() if kind is dict else item)
+        if not is_nested:
             return value
-        level = [item for items in nested for item in items]
+        level = below
     raise ValueError(TOO_DEEP)
 
 

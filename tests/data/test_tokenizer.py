@@ -101,6 +101,19 @@ def test_which_token_ends_a_document(path: Path) -> None:
         load_tokenizer(path, eos="<nope>")
 
 
+def test_the_end_token_of_a_hugging_face_directory(path: Path) -> None:
+    """tokenizer_config.json counts before generation_config.json, whose ids may be several, unknown or nonsense."""
+    generation = path.with_name("generation_config.json")
+    for ids, eos in ((1, 1), ([1, 0], 1), ([9999, 1], 1), (9999, 0), (None, 0), ([True, "1", -1, 2**40], 0), ("x", 0)):
+        generation.write_text(json.dumps({"eos_token_id": ids}))
+        assert load_tokenizer(path.parent).eos == eos, ids
+    generation.write_text(json.dumps({"eos_token_id": 1}))
+    path.with_name("tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    assert load_tokenizer(path.parent).eos == 0
+    path.with_name("tokenizer_config.json").write_text(json.dumps({"eos_token": "<gone>"}))
+    assert load_tokenizer(path.parent).eos == 1
+
+
 def test_ids_may_have_holes(path: Path) -> None:
     content = json.loads(path.read_text())
     content["model"]["vocab"]["far"] = 70_000

@@ -113,7 +113,6 @@ def test_the_narrow_interval_is_that_of_one_h200_alone():
     """It was that of any single device, and of layouts that offload."""
     own = {"layout": "dp=1", "program": "echelon"}
 
-
     def half_width(cluster: str, **more: str) -> float:
         return math.log(priced(parse_cluster(cluster), **(own | more)).spread)
 

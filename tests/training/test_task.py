@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 
 import numpy as np
 import pytest
@@ -67,6 +68,24 @@ def test_document_masks_are_part_of_the_batch(tokens):
     config = Config(data=DataConfig(path=(tokens,), mask_documents=True), seq_len=16, batch=2)
     (batch,) = made(config).microbatches(engine_of(tiny(), "dp=1,microbatch=2"), 0)
     assert batch.inputs.keys() == {"tokens", "targets", "documents"}
+
+
+def test_conversations_follow_the_configuration(tokens, tmp_path):
+    """The template of the tokenizer's directory, targets by data.train_on, both printed when a run starts."""
+    talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
+    (tmp_path / "chat.jsonl").write_text((json.dumps({"talk": talk}) + "\n") * 9)
+    (tmp_path / "short.jinja").write_text("{% for m in messages %}{{ m.role[0] + ':' + m.content + ';' }}{% endfor %}")
+    source = {"path": (str(tmp_path / "chat.jsonl"),), "chat_field": "talk"}
+    shown = made(Config(data=DataConfig(**source), seq_len=16))
+    assert ("chat template", "built-in ChatML", "of conversations; data.train_on=assistant") in shown.describe()
+    assert shown.dataset.files[0].header.num_targets == 9 * len("Hi<|im_end|>\nE")
+    short = {**source, "chat_template": str(tmp_path / "short.jinja")}
+    masked, every = (made(Config(data=DataConfig(**short, train_on=on), seq_len=16)) for on in ("assistant", "all"))
+    assert bytes(masked.dataset.files[0].tokens[:12].tolist()) == b"u:Hello;a:Hi"
+    assert masked.dataset.files[0].header.num_targets == 9 * len("a:Hi;E"), "no prompt is generated before a turn"
+    assert every.dataset.files[0].header.num_targets is None
+    assert "targets" not in [name for name, _, _ in every.describe()]
+    assert not [row for row in made(Config(data=DataConfig(path=(tokens,)), seq_len=16)).describe() if "chat" in row[0]]
 
 
 def test_a_model_with_too_small_a_vocabulary_is_refused(tokens, monkeypatch):

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.config import schema
+from echelon.config.record_rules import record_issues, records_without_effect
 from echelon.input_file import InputFileError, open_input
-from echelon.layout import Layout, ValidationError, ValidationIssue, check_layout, did_you_mean, grammar
+from echelon.layout import Layout, ValidationError, ValidationIssue, check_layout, grammar
 from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.memory.checkpointing.cost import ineffective_options
 from echelon.memory.compression import cost as compression_cost
@@ -71,10 +72,8 @@ def _data_rules(config: Config, layout: Layout) -> Iterator[KeyedIssue]:
             yield _keyed("data.path", path, message, legal="readable files and folders")
         elif os.path.isfile(path) and not os.path.getsize(path):
             yield _keyed("data.path", path, "is empty", legal="files with text or tokens")
-    if data.tokenizer != "bytes" and not os.path.isfile(data.tokenizer):
-        suggestion, legal = did_you_mean(data.tokenizer, ["bytes"]), "bytes, or a tokenizers JSON file"
-        issue = ValidationIssue("data.tokenizer", data.tokenizer, "does not exist", legal=legal, hint=suggestion)
-        yield ("data.tokenizer",), issue
+    for issue in record_issues(data):
+        yield (issue.key,), issue
 
 
 def _unreadable(path: str) -> str:
@@ -195,6 +194,8 @@ def keys_without_effect(config: Config) -> dict[str, str]:
     table = schema.key_table(type(config))
     idle = {} if config.replay.every else dict.fromkeys(("replay.action", "replay.tolerance"), "replay.every=0")
     idle |= _keys_without_effect_on_model(config.model, table)
+    if not user_model.is_user_model(config.model):
+        idle |= records_without_effect(config.data)
     layout = resolve_layout(config)
     if layout.zero != 3 and not offloads_params(layout.offload):
         idle |= dict.fromkeys(("shard.reshard_after_forward", "shard.prefetch"), f"zero={layout.zero}")

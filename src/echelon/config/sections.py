@@ -18,11 +18,19 @@ BELOW_ONE = Range(low=0, high=1, high_open=True)
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     path: tuple[str, ...] = ()
-    """Token files, text files or folders. Empty: text that exists on every machine with Python."""
+    """Text, JSONL, Parquet or token files, or folders of them. Empty: text that exists on every machine with Python."""
     weights: Annotated[tuple[float, ...], ABOVE_ZERO] = ()
     """Sampling weight of each path, in any unit. Empty: the paths are one long source."""
     tokenizer: str = "bytes"
-    """"bytes", or the path of a Hugging Face tokenizers JSON file."""
+    """"bytes", a tokenizers JSON file, or a Hugging Face directory with a tokenizer.json."""
+    text_field: str = "text"
+    """Field of JSONL and Parquet with the text of a document; empty: no record is a text."""
+    chat_field: str = "messages"
+    """Field of JSONL and Parquet with the messages of a conversation; empty: no record is a conversation."""
+    chat_template: str = ""
+    """Jinja file that renders conversations, or "chatml". Empty: that of the tokenizer's directory, else ChatML."""
+    train_on: Literal["assistant", "all"] = "assistant"
+    """Targets of a conversation: the turns of the assistant, or all tokens."""
     mask_documents: bool = False
     """Mask attention between documents that are packed into one sequence."""
     eval_fraction: Annotated[float, BELOW_ONE] = 0.02

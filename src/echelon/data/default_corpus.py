@@ -3,9 +3,10 @@
 import sysconfig
 from pathlib import Path
 
+from echelon.data.file_format import TextError
 from echelon.data.token_cache import cached_token_file
 from echelon.data.token_file import AnyPath
-from echelon.data.tokenize import Progress, TextError, find_files
+from echelon.data.tokenize import Progress, find_files
 from echelon.data.tokenizer import ByteTokenizer, Tokenizer
 
 DEFAULT_BYTES = 8_000_000

@@ -6,14 +6,21 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from echelon.data.file_format import TextError
+from echelon.data.records import RecordFormat
 from echelon.data.token_file import VERSION, AnyPath, TokenFile, TokenFileError, is_token_file
-from echelon.data.tokenize import Progress, TextError, text_files, tokenize
+from echelon.data.tokenize import Progress, text_files, tokenize
 from echelon.data.tokenizer import Tokenizer
 from echelon.input_file import os_reason
 
 
 def prepare_token_file(
-    path: AnyPath, folder: AnyPath, *, tokenizer: Tokenizer, progress: Progress | None = None
+    path: AnyPath,
+    folder: AnyPath,
+    *,
+    tokenizer: Tokenizer,
+    records: RecordFormat | None = None,
+    progress: Progress | None = None,
 ) -> Path:
     """Verify an entry of `data.path` if it is a token file, else tokenise it into `folder`; returns the token file."""
     path = Path(path)
@@ -26,13 +33,20 @@ def prepare_token_file(
             )
         return path
     name = path.resolve().stem or "text"
-    return cached_token_file(text_files([path]), folder, name=name, tokenizer=tokenizer, progress=progress)
+    files = text_files([path])
+    return cached_token_file(files, folder, name=name, tokenizer=tokenizer, records=records, progress=progress)
 
 
 def cached_token_file(
-    files: Sequence[Path], folder: AnyPath, *, name: str, tokenizer: Tokenizer, progress: Progress | None = None
+    files: Sequence[Path],
+    folder: AnyPath,
+    *,
+    name: str,
+    tokenizer: Tokenizer,
+    records: RecordFormat | None = None,
+    progress: Progress | None = None,
 ) -> Path:
-    """The token file of these text files, written if `folder` lacks it.
+    """The token file of these files, written if `folder` lacks it.
 
     Two processes may call this at once: each writes a temporary file with the same bytes and renames it.
     """
@@ -41,11 +55,14 @@ def cached_token_file(
         stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     except OSError as error:
         raise TextError(f"{error.filename} cannot be read ({os_reason(error)}); check data.path") from error
-    key = hashlib.sha256(json.dumps([VERSION, tokenizer.name, stats]).encode()).hexdigest()[:16]
+    records = records or RecordFormat()
+    # The end token is not part of the tokenizer's name: files beside the tokenizer choose it.
+    content = [VERSION, tokenizer.name, tokenizer.eos, records.key, stats]
+    key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
     output = Path(folder, f"{name}-{key}.tokens")
     try:
         TokenFile(output)
     except TokenFileError:
         # Missing or corrupt: write it.
-        tokenize(files, output, tokenizer=tokenizer, progress=progress)
+        tokenize(files, output, tokenizer=tokenizer, records=records, progress=progress)
     return output

@@ -5,7 +5,7 @@
     sample s            tokens  s*T ... s*T + T - 1,  targets one further
 
 The last sample is padded with `eos` and has no targets there, so in one epoch every token but the first of a file is a
-target exactly once.
+target exactly once. Where a file has a loss mask, a target that the mask leaves out is `NO_TARGET`.
 """
 
 import hashlib
@@ -150,6 +150,9 @@ class TokenDataset:
             ("samples", samples, f"seq_len {self.seq_len}, eval_fraction {self.eval_fraction}"),
             ("data fingerprint", self.fingerprint, "the same data in the same order has the same one"),
         ]
+        if any(header.num_targets is not None for header in headers):
+            targets = sum(h.num_tokens if h.num_targets is None else h.num_targets for h in headers)
+            rows.append(("targets", f"{targets:,} of {num_tokens:,} tokens", "the loss mask leaves out the others"))
         if self.blend is not None:
             shares = ", ".join(f"{count}/{self.blend.period}" for count in self.blend.counts)
             rows.insert(2, ("shares", shares, "data.weights as samples of each file in a period"))
@@ -158,7 +161,7 @@ class TokenDataset:
     def _read(self, files: IntArray, samples: IntArray) -> dict[str, IntArray]:
         length = self.seq_len
         window = np.full((len(files), length + 1), self.eos, np.int64)
-        known = np.zeros((len(files), length + 1), bool)
+        is_target = np.zeros((len(files), length + 1), bool)
         starts = np.zeros((len(files), length + 1), np.int64)
         for row, (number, sample) in enumerate(zip(files.tolist(), samples.tolist(), strict=True)):
             if number < 0:
@@ -166,14 +169,14 @@ class TokenDataset:
             file, begin = self.files[number], sample * length
             piece = file.read(begin, begin + length + 1)
             window[row, : len(piece)] = piece
-            known[row, : len(piece)] = True
+            is_target[row, : len(piece)] = file.is_target(begin, begin + len(piece))
             if self.mask_documents:
                 # int64 on both sides: mixed dtypes would make NumPy copy every offset of the file first.
                 first, last = np.searchsorted(file.offsets, np.array([begin, begin + length], np.int64), side="right")
                 starts[row, file.offsets[first:last] - begin] = 1
                 # The padding after the end of the file is a document of its own, so that no token attends to it.
                 starts[row, len(piece) :][:1] = 1
-        targets = np.where(known[:, 1:], window[:, 1:], NO_TARGET)
+        targets = np.where(is_target[:, 1:], window[:, 1:], NO_TARGET)
         batch = {"tokens": np.ascontiguousarray(window[:, :-1]), "targets": targets}
         if self.mask_documents:
             targets[starts[:, 1:] == 1] = NO_TARGET

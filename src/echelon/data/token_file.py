@@ -1,12 +1,14 @@
 """Token files: tokens on disk, memory-mapped, with a readable header.
 
-    +---------------------------+------------------------+---------+----------------------------+------------------+
-    | header, 4096 bytes        | tokens                 | padding | document offsets           | block checksums  |
-    | JSON, padded with spaces  | uint16 or uint32, LE   | to 8    | int64, LE, starts in order | CRC-32, uint32 LE|
-    +---------------------------+------------------------+---------+----------------------------+------------------+
-                                <----- in blocks of 64 KiB, each with its checksum ------------>
+    +--------------------+----------------------+---------+----------------------+--------------+-------------------+
+    | header, 4096 bytes | tokens               | padding | document offsets     | loss mask    | block checksums   |
+    | JSON, with spaces  | uint16 or uint32, LE | to 8    | int64, LE, in order  | bits, LE     | CRC-32, uint32 LE |
+    +--------------------+----------------------+---------+----------------------+--------------+-------------------+
+                         <------------- in blocks of 64 KiB, each with its checksum ------------>
 
 The header has a fixed size because the counts and the checksum are known only after the last token was streamed out.
+The loss mask has a bit for each token, set where the token is a target, and is filled up to 8 bytes; a file in which
+every token is a target has none.
 The same text always gives the same bytes.
 
 [Note: what is checked, and when]
@@ -16,8 +18,9 @@ The same text always gives the same bytes.
     reading     of a larger file, each block when one of its tokens is first read: its checksum, and that every token
                 is of the vocabulary
 
-So no token that was not written by a `TokenWriter` is trained on, and a terabyte is opened as quickly as a page. Files
-of version 1 have no block checksums and are read in full when they are opened.
+The loss mask is read like the tokens. So no token that was not written by a `TokenWriter` is trained on, and a terabyte
+is opened as quickly as a page. Files of version 1 have no block checksums and are read in full when they are opened;
+files of version 2 have no loss mask.
 """
 
 import contextlib
@@ -41,7 +44,7 @@ import numpy.typing as npt
 from echelon.input_file import MIB, InputFileError, open_input, parse_json
 
 MAGIC = "echelon-tokens"
-VERSION = 2
+VERSION = 3
 HEADER_BYTES = 4096
 _PREFIX = b'{"magic": "' + MAGIC.encode() + b'"'
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -52,6 +55,7 @@ VERIFY_BYTES = 64 * MIB
 _CHUNK_BYTES = 1 << 22
 
 IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 AnyIntArray = npt.NDArray[np.integer[Any]]
 AnyPath = str | os.PathLike[str]
 
@@ -77,9 +81,11 @@ class TokenFileHeader:
     tokenizer: str
     """The tokenizer's name; files of one run must agree on it."""
     sha256: str
-    """Checksum of the tokens, the padding and the offsets."""
+    """Checksum of the tokens, the padding, the offsets and the loss mask."""
     blocks_crc32: int | None = None
     """CRC-32 of the block checksums; none in a file of version 1."""
+    num_targets: int | None = None
+    """Tokens that the loss mask makes targets; none in a file without a mask, where every token is one."""
 
     def encode(self) -> bytes:
         fields = {"magic": MAGIC, "version": VERSION if self.blocks_crc32 is not None else 1, **asdict(self)}
@@ -97,9 +103,14 @@ class TokenFileHeader:
         return end + -end % _OFFSET.itemsize
 
     @property
+    def mask_start(self) -> int:
+        """Position of the loss mask: the end of the document offsets."""
+        return self.offsets_start + self.num_documents * _OFFSET.itemsize
+
+    @property
     def blocks_start(self) -> int:
         """Position of the first block checksum: the end of what the checksums cover."""
-        return self.offsets_start + self.num_documents * _OFFSET.itemsize
+        return self.mask_start + (-(-self.num_tokens // 64) * 8 if self.num_targets is not None else 0)
 
     @property
     def num_blocks(self) -> int:
@@ -135,7 +146,8 @@ class TokenFile:
         self._payload = self._bytes[HEADER_BYTES : header.blocks_start]
         self.tokens: AnyIntArray = self._payload[: header.num_tokens * dtype.itemsize].view(dtype)
         """without a check of their blocks, which `read` makes"""
-        self.offsets: IntArray = self._payload[header.offsets_start - HEADER_BYTES :].view(_OFFSET)
+        offsets = self._payload[header.offsets_start - HEADER_BYTES : header.mask_start - HEADER_BYTES]
+        self.offsets: IntArray = offsets.view(_OFFSET)
         self._checksums = self._bytes[header.blocks_start :].view(_CHECKSUM)
         self._is_checked = np.zeros(header.num_blocks, bool)
         if header.blocks_crc32 is not None and zlib.crc32(self._checksums.data) != header.blocks_crc32:
@@ -151,6 +163,19 @@ class TokenFile:
         if not self._is_checked[first:last].all():
             self._check_blocks(first, last)
         return self.tokens[start:stop]
+
+    def is_target(self, start: int, stop: int) -> BoolArray:
+        """Whether each token of a range is a target, after a check of the blocks of the loss mask."""
+        stop = min(stop, len(self.tokens))
+        if self.header.num_targets is None or stop <= start:
+            return np.ones(max(0, stop - start), bool)
+        begin = self.header.mask_start - HEADER_BYTES
+        first_byte, last_byte = begin + start // 8, begin + -(-stop // 8)
+        first, last = first_byte // BLOCK_BYTES, -(-last_byte // BLOCK_BYTES)
+        if not self._is_checked[first:last].all():
+            self._check_blocks(first, last)
+        bits = np.unpackbits(self._payload[first_byte:last_byte], bitorder="little")
+        return bits[start % 8 : start % 8 + stop - start].astype(bool)
 
     def verify(self) -> None:
         """Read the full file and compare it with the header's checksum and vocabulary."""
@@ -174,7 +199,8 @@ class TokenFile:
     def _check_offsets(self) -> None:
         """Check that documents start in order, the first at 0 and the last before the end."""
         if len(self._checksums):
-            self._check_blocks((self.header.offsets_start - HEADER_BYTES) // BLOCK_BYTES, self.header.num_blocks)
+            end = -(-(self.header.mask_start - HEADER_BYTES) // BLOCK_BYTES)
+            self._check_blocks((self.header.offsets_start - HEADER_BYTES) // BLOCK_BYTES, end)
         in_order = self.offsets[0] == 0 and self.offsets[-1] < self.header.num_tokens
         for start in range(0, len(self.offsets), _CHUNK_BYTES):
             part = self.offsets[start : start + _CHUNK_BYTES + 1]
@@ -215,7 +241,7 @@ def _read_header(file: BinaryIO, path: Path) -> TokenFileHeader:
         raise damaged
     # After the CRC: a wrong version is then real, not a flipped bit.
     version = fields.pop("version", None)
-    if version not in (1, VERSION):
+    if type(version) is not int or not 1 <= version <= VERSION:
         found = str(version)[:40]
         raise TokenFileError(f"token file has another version ({path}: {found}, expected {VERSION}); write it again")
     del fields["magic"]
@@ -225,17 +251,21 @@ def _read_header(file: BinaryIO, path: Path) -> TokenFileHeader:
         raise damaged from None
     if not _is_valid(header) or (header.blocks_crc32 is None) != (version == 1):
         raise damaged
+    if header.num_targets is not None and version < 3:
+        raise damaged
     return header
 
 
 def _is_valid(header: TokenFileHeader) -> bool:
     """Whether every field has its type and a possible value."""
     texts = (header.dtype, header.tokenizer, header.sha256)
-    numbers = (header.num_tokens, header.num_documents, header.vocab_size, header.eos, header.blocks_crc32 or 0)
-    if not all(type(text) is str for text in texts) or not all(type(number) is int for number in numbers):
+    numbers = (header.num_tokens, header.num_documents, header.vocab_size, header.eos)
+    optional = [number for number in (header.blocks_crc32, header.num_targets) if number is not None]
+    if not all(type(text) is str for text in texts) or not all(type(n) is int for n in (*numbers, *optional)):
         return False
     has_counts = 1 <= header.num_documents < header.num_tokens and 0 <= header.eos < header.vocab_size <= 1 << 32
-    return has_counts and header.dtype in _DTYPES
+    has_targets = header.num_targets is None or 1 <= header.num_targets <= header.num_tokens
+    return has_counts and has_targets and header.dtype in _DTYPES
 
 
 class TokenWriter:
@@ -255,7 +285,11 @@ class TokenWriter:
         dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
         unknown: dict[str, Any] = {"num_tokens": 0, "num_documents": 0, "sha256": ""}
         self._header = TokenFileHeader(dtype=dtype, vocab_size=vocab_size, eos=eos, tokenizer=tokenizer, **unknown)
+        self._eos = np.array(eos, _DTYPES[dtype]).tobytes()
         self._num_tokens = self._num_documents = 0
+        self._mask: BinaryIO | None = None
+        """a byte for each token, on disk, from the first document with a loss mask on"""
+        self._num_targets = 0
         self._digest = hashlib.sha256()
         self._checksums, self._crc32, self._block_bytes = array("I"), 0, 0
         # A header that is too long fails here rather than after hours of writing.
@@ -276,17 +310,29 @@ class TokenWriter:
             raise self._cannot_write(error) from error
         return self
 
-    def write_document(self, pieces: Iterable[npt.ArrayLike]) -> None:
-        """Write one document, given in pieces of any length, and its end. A document without tokens is skipped."""
+    def write_document(self, pieces: Iterable[npt.ArrayLike], *, is_target: BoolArray | None = None) -> None:
+        """Write one document, given in pieces of any length, and its end. A document without tokens is skipped.
+
+        `is_target` is the loss mask of its tokens and its end; without one, every token is a target.
+        """
         start = self._num_tokens
         for piece in pieces:
             tokens = np.asarray(piece)
             if tokens.size:
                 self._append(tokens)
-        if self._num_tokens > start:
-            self._append(np.array([self._header.eos]))
-            self._write(self._offsets, np.array(start, _OFFSET).tobytes())
-            self._num_documents += 1
+        if self._num_tokens == start:
+            return
+        self._append_data(self._eos)
+        self._write(self._offsets, np.array(start, _OFFSET).tobytes())
+        self._num_documents += 1
+        length = self._num_tokens - start
+        if is_target is not None and is_target.shape != (length,):
+            raise TokenFileError(
+                f"a loss mask needs one value for each token of its document and one for its end (shape "
+                f"{is_target.shape}, tokens {length - 1}); give {length}"
+            )
+        if self._mask is not None or (is_target is not None and not is_target.all()):
+            self._append_mask(start, length if is_target is None else is_target)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -299,7 +345,7 @@ class TokenWriter:
         finally:
             # After a success the file is closed and renamed already. After a failure, closing flushes the rest and may
             # fail again: the first error is the one to raise.
-            for file in (self._offsets, self._file):
+            for file in (self._offsets, self._file, *([self._mask] if self._mask else [])):
                 with contextlib.suppress(OSError):
                     file.close()
             self._temporary.unlink(missing_ok=True)
@@ -310,10 +356,28 @@ class TokenWriter:
                 f"token outside the vocabulary ({tokens.dtype} from {tokens.min()} to {tokens.max()}, "
                 f"vocabulary {self._header.vocab_size}); check the tokenizer"
             )
-        data = tokens.astype(_DTYPES[self._header.dtype]).tobytes()
+        self._append_data(tokens.astype(_DTYPES[self._header.dtype]).tobytes())
+
+    def _append_data(self, data: bytes) -> None:
         self._write(self._file, data)
         self._update_checksums(data)
-        self._num_tokens += tokens.size
+        self._num_tokens += len(data) // len(self._eos)
+
+    def _append_mask(self, start: int, is_target: int | BoolArray) -> None:
+        """Append the loss mask of a document that starts at a token; a number stands for as many targets."""
+        if self._mask is None:
+            try:
+                self._mask = tempfile.TemporaryFile(dir=self.path.parent)  # noqa: SIM115 - __exit__ closes it
+            except OSError as error:
+                raise self._cannot_write(error) from error
+            self._append_mask(0, start)  # the documents before the first one with a mask
+        if isinstance(is_target, int):
+            for at in range(0, is_target, _CHUNK_BYTES):
+                self._write(self._mask, b"\1" * min(_CHUNK_BYTES, is_target - at))
+            self._num_targets += is_target
+        else:
+            self._write(self._mask, is_target.tobytes())
+            self._num_targets += int(is_target.sum())
 
     def _update_checksums(self, data: bytes) -> None:
         self._digest.update(data)
@@ -339,6 +403,10 @@ class TokenWriter:
         if not self._num_documents:
             raise TokenFileError(f"no text to write ({self.path}); give at least one document that is not empty")
         header = replace(self._header, num_tokens=self._num_tokens, num_documents=self._num_documents)
+        if self._mask is not None:
+            if not self._num_targets:
+                raise TokenFileError(f"no token is a target ({self.path}); give a document whose loss mask has one")
+            header = replace(header, num_targets=self._num_targets)
         padding = bytes(header.offsets_start - self._file.tell())
         self._file.write(padding)
         self._update_checksums(padding)
@@ -346,6 +414,8 @@ class TokenWriter:
         while chunk := self._offsets.read(_CHUNK_BYTES):
             self._update_checksums(chunk)
             self._file.write(chunk)
+        if self._mask is not None:
+            self._finish_mask(self._mask)
         if self._block_bytes:
             self._end_block()
         checksums = np.array(self._checksums, _CHECKSUM).tobytes()
@@ -357,6 +427,14 @@ class TokenWriter:
         os.fsync(self._file.fileno())
         self._file.close()
         os.replace(self._temporary, self.path)
+
+    def _finish_mask(self, mask: BinaryIO) -> None:
+        mask.seek(0)
+        while chunk := mask.read(_CHUNK_BYTES):  # a multiple of 64 tokens, but for the last one
+            bits = np.packbits(np.frombuffer(chunk, np.uint8), bitorder="little").tobytes()
+            bits += bytes(-len(bits) % 8)
+            self._update_checksums(bits)
+            self._file.write(bits)
 
     def _cannot_write(self, error: OSError) -> TokenFileError:
         try:

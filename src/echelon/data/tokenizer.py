@@ -6,13 +6,13 @@ A tokenizer converts a document to tokens in pieces, so that a document may be l
 import codecs
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
-from echelon.data.token_file import AnyIntArray, AnyPath
+from echelon.data.token_file import AnyIntArray, AnyPath, IntArray
 from echelon.input_file import MIB, InputFileError, read_bytes, read_json
 
 _READ_BYTES = 1 << 22
@@ -23,6 +23,14 @@ _COMMON_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "
 
 class TokenizerError(ValueError):
     """A tokenizer that cannot be loaded, or a text that it cannot read."""
+
+
+class TokenSpans(NamedTuple):
+    """Tokens of a text, each with the characters that it stands for."""
+
+    tokens: IntArray
+    starts: IntArray
+    ends: IntArray
 
 
 class Tokenizer(Protocol):
@@ -41,7 +49,16 @@ class Tokenizer(Protocol):
         """The token that ends a document; `encode` and `stream` never add it themselves."""
         ...
 
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        """Texts that become one token each where special tokens are looked for."""
+        ...
+
     def encode(self, text: str) -> list[int]: ...
+
+    def encode_spans(self, text: str, *, special: bool) -> TokenSpans:
+        """Tokens with their characters. With `special`, text that looks like a special token becomes it."""
+        ...
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 
@@ -56,9 +73,15 @@ class ByteTokenizer:
     name = "bytes"
     vocab_size = 257
     eos = 256
+    special_tokens: frozenset[str] = frozenset()
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    def encode_spans(self, text: str, *, special: bool) -> TokenSpans:
+        tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int64)
+        starts = np.cumsum((tokens & 0xC0) != 0x80) - 1  # all other bytes begin a character
+        return TokenSpans(tokens, starts, starts + 1)
 
     def decode(self, tokens: Iterable[int]) -> str:
         # A model may generate half a character, or the end of a document: neither is an error.
@@ -101,7 +124,9 @@ class JsonTokenizer:
         vocabulary: dict[str, int] = self._engine.get_vocab(with_added_tokens=True)
         # Not their number: ids may have holes.
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        candidates = [eos] if eos is not None else [*_configured_eos(path), *_COMMON_EOS]
+        added = self._engine.get_added_tokens_decoder().values()
+        self.special_tokens = frozenset(token.content for token in added if token.special)
+        candidates = [eos] if eos is not None else [*_configured_eos(path, self._engine.id_to_token), *_COMMON_EOS]
         known = [token for token in candidates if token in vocabulary]
         if not known:
             raise TokenizerError(
@@ -113,6 +138,15 @@ class JsonTokenizer:
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._engine.encode(text, add_special_tokens=False).ids
         return ids
+
+    def encode_spans(self, text: str, *, special: bool) -> TokenSpans:
+        self._engine.encode_special_tokens = not special
+        try:
+            encoding = self._engine.encode(text, add_special_tokens=False)
+        finally:
+            self._engine.encode_special_tokens = True
+        spans = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        return TokenSpans(np.array(encoding.ids, np.int64), spans[:, 0], spans[:, 1])
 
     def decode(self, tokens: Sequence[int]) -> str:
         text: str = self._engine.decode(list(tokens), skip_special_tokens=True)
@@ -154,13 +188,21 @@ def load_tokenizer(spec: AnyPath, *, eos: str | None = None) -> Tokenizer:
     return JsonTokenizer(path, eos=eos)
 
 
-def _configured_eos(path: Path) -> list[str]:
-    """The eos_token of Hugging Face's tokenizer_config.json: a string, or an object with a `content`."""
-    try:
-        config: Any = read_json(path.with_name("tokenizer_config.json"))
-    except InputFileError:
-        return []
-    token = config.get("eos_token") if isinstance(config, dict) else None
-    if isinstance(token, dict):
-        token = token.get("content")
-    return [token] if isinstance(token, str) else []
+def _configured_eos(path: Path, id_to_token: Callable[[int], str | None]) -> list[str]:
+    """The end token that Hugging Face's files beside a tokenizer name, in the order in which they count.
+
+    tokenizer_config.json has a text, or an object with a `content`; generation_config.json has an id, or several.
+    """
+    tokens: list[Any] = []
+    for name, key in (("tokenizer_config.json", "eos_token"), ("generation_config.json", "eos_token_id")):
+        try:
+            config: Any = read_json(path.with_name(name))
+        except InputFileError:
+            continue
+        value = config.get(key) if isinstance(config, dict) else None
+        if key == "eos_token":
+            tokens.append(value.get("content") if isinstance(value, dict) else value)
+        else:
+            ids = value if isinstance(value, list) else [value]
+            tokens += [id_to_token(number) for number in ids if type(number) is int and 0 <= number < 1 << 32]
+    return [token for token in tokens if isinstance(token, str)]

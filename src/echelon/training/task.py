@@ -56,7 +56,11 @@ class TextTask:
         self.config = config
         self.tokenizer = data.load_tokenizer(config.data.tokenizer)
         source = config.data
-        files = [data.prepare_token_file(path, TOKEN_CACHE_DIR, tokenizer=self.tokenizer) for path in source.path]
+        self.records = _record_format(config) if any(map(data.may_hold_records, map(Path, source.path))) else None
+        files = [
+            data.prepare_token_file(path, TOKEN_CACHE_DIR, tokenizer=self.tokenizer, records=self.records)
+            for path in source.path
+        ]
         self.dataset = data.TokenDataset(
             files or [data.default_corpus(TOKEN_CACHE_DIR, tokenizer=self.tokenizer)],
             source.weights,
@@ -69,6 +73,13 @@ class TextTask:
             message = f"has fewer tokens than the data ({vocab} and {self.dataset.vocab_size})"
             legal = "a model with a larger vocabulary, or another data.tokenizer"
             raise ValidationError([ValidationIssue(key="model", value=name, message=message, legal=legal)])
+
+    def describe_data(self) -> list[ResolvedSetting]:
+        settings = self.dataset.describe()
+        if self.records is not None and self.records.chat_field:
+            template, targets = self.records.chat_template, self.records.train_on
+            settings.append(("chat template", template.origin, f"of conversations; data.train_on={targets}"))
+        return settings
 
     def example_inputs(self, rows: int) -> dict[str, Tensor]:
         """Return inputs of the model with this many rows."""
@@ -123,7 +134,7 @@ class LanguageModelTask(TextTask):
         return model
 
     def describe(self) -> list[ResolvedSetting]:
-        settings = self.dataset.describe()
+        settings = self.describe_data()
         if is_model_dir(self.config.model):
             reason = "from a model directory; each rank reads its slices"
             settings.append(("initial weights", self.config.model, reason))
@@ -158,7 +169,7 @@ class ForeignModelTask(TextTask):
         return model
 
     def describe(self) -> list[ResolvedSetting]:
-        return [*self.dataset.describe(), ("initial weights", str(self.source.folder), self._weights_read)]
+        return [*self.describe_data(), ("initial weights", str(self.source.folder), self._weights_read)]
 
 
 class UserModelTask:
@@ -208,6 +219,16 @@ TrainingTask = LanguageModelTask | ForeignModelTask | UserModelTask
 def configured_model(config: Config) -> ModelConfig:
     """Return the named model with the overrides of the configuration."""
     return config.override_model(models.find_model(config.model), seq_len=config.seq_len)
+
+
+def _record_format(config: Config) -> data.RecordFormat:
+    source = config.data
+    return data.RecordFormat(
+        text_field=source.text_field,
+        chat_field=source.chat_field,
+        chat_template=data.load_chat_template(source.chat_template, source.tokenizer),
+        train_on=source.train_on,
+    )
 
 
 def _tensors(batch: dict[str, data.token_file.IntArray]) -> dict[str, Tensor]:
