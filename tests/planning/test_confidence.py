@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 import io
+import math
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path

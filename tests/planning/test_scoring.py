@@ -296,16 +296,16 @@ def test_a_bad_cell_is_counted_and_the_rest_is_scored(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def few(fit, runs):
+def few_table(fit, runs):
     """The three sources that take least to fit."""
     return fit.Table([run for run in runs if run.source in ("zero_bubble", "fms_fsdp", "oneflow") and run.seconds])
 
 
-def test_leaving_out_sees_nothing_of_what_is_left_out(fit, few):
+def test_leaving_out_sees_nothing_of_what_is_left_out(fit, few_table):
     """A source of twice the seconds is predicted as before; by a fit that sees it, it would not be."""
-    slow = [replace(run, seconds=2 * run.seconds) if run.source == "fms_fsdp" else run for run in few.runs]
+    slow = [replace(run, seconds=2 * run.seconds) if run.source == "fms_fsdp" else run for run in few_table.runs]
     tried = [i for i, run in enumerate(slow) if run.source == "fms_fsdp"]
-    before, after = (table.leave_out(fit.GROUPS["source"])[tried] for table in (few, fit.Table(slow)))
+    before, after = (table.leave_out(fit.GROUPS["source"])[tried] for table in (few_table, fit.Table(slow)))
     assert (before == after).all()
 
 
@@ -318,13 +318,13 @@ def test_an_unknown_program_has_the_mean_of_the_others(fit):
         assert getattr(profiles["unknown"], key) == pytest.approx(mean)
 
 
-def test_coverage_takes_its_width_from_other_groups(fit, few):
+def test_coverage_takes_its_width_from_other_groups(fit, few_table):
     """A group of several sources, all off by a half, does not widen its own interval."""
-    off = np.where([source == "fms_fsdp" for source in few.sources], 1.5, 1.01) * few.seconds
-    found = few.coverage(off, lambda run: run.source)
+    off = np.where([source == "fms_fsdp" for source in few_table.sources], 1.5, 1.01) * few_table.seconds
+    found = few_table.coverage(off, lambda run: run.source)
     assert (found["fms_fsdp"], found["oneflow"], found["zero_bubble"]) == (0.0, 1.0, 1.0)
-    off = np.where([source == "zero_bubble" for source in few.sources], 1.01, 1.5) * few.seconds
-    together = few.coverage(off, lambda run: "same" if run.source in ("fms_fsdp", "oneflow") else "other")
+    off = np.where([source == "zero_bubble" for source in few_table.sources], 1.01, 1.5) * few_table.seconds
+    together = few_table.coverage(off, lambda run: "same" if run.source in ("fms_fsdp", "oneflow") else "other")
     assert (together["same"], together["other"]) == (0.0, 1.0)
 
 
