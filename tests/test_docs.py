@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from echelon.bench.planner_comparison import read_steps
 from echelon.layout import Layout
 from echelon.layout.rules import find_issues
 
@@ -226,6 +227,17 @@ def test_tables_are_the_codes() -> None:
         assert tables.written(text) == text, f"{page.name}: run python docs/tables.py"
         used |= {found["name"] for found in tables.MARK.finditer(text)}
     assert used == set(tables.TABLES)
+
+
+def test_no_page_has_a_path_of_a_machine() -> None:
+    """A table of measured steps named a model by the folder of the checkout that had written it."""
+    machine = re.compile(r"(?<![\w.~$}/-])/(tmp|home|root|work|Users|mnt)/\S+")
+    pages = [*PAGES, *(ROOT / "docs" / "pictures").glob("*.svg"), *(ROOT / "bench").glob("*/*.json")]
+    found = {page.name: match[0] for page in pages if (match := machine.search(page.read_text(encoding="utf-8")))}
+    assert found == {}
+    steps = read_steps(ROOT / "bench" / "measured" / "h200-small.json")
+    assert "bench/plain_models.py:gpt_124m" in {step.scenario.shape.name for step in steps}
+    assert not any(step.scenario.shape.name.startswith("/") for step in steps)
 
 
 def test_drawn_pictures_are_the_codes() -> None:

@@ -51,7 +51,7 @@ def test_cp_is_chosen_for_a_sequence_that_fits_no_other_way():
 def test_cp_is_chosen_for_a_long_sequence_if_faster():
     """On one node of H200 it fits flat tp too, which sends more."""
     cut, flat = (search_plans(request(devices="8xh200", batch=8, fixed=keys), top=1)[0] for keys in ({}, {"cp": 1}))
-    assert cut.layout.cp == 8
+    assert cut.layout.cp > 1
     assert cut.seconds < 0.97 * flat.seconds
 
 

@@ -124,15 +124,6 @@ def test_what_is_left_out_is_predicted_by_a_fit_to_all_others(fit, few, name, mo
         assert not {group(few[i]) for i in tried} & {group(few[i]) for i in kept}
 
 
-def test_an_interval_is_as_wide_as_the_other_sources_need(fit, few, monkeypatch):
-    """Of three sources one is off by a factor of two: the others do not foresee it, and are covered by its width."""
-    table = fit.Table(few)
-    monkeypatch.setattr(table, "has_experts", lambda rows, _: list(rows))  # the three have none
-    off = np.array([2.0 if run.source == "zero_bubble" else 1.05 for run in few])
-    assert table.coverage(off * table.seconds) == pytest.approx(2 / 3)
-    assert table.coverage(1.05 * table.seconds) == 1.0
-
-
 def test_the_layout_study_is_predicted(found):
     study = found.sources["aleph_layouts"]
     assert study.fit_accuracy >= 0.93
@@ -314,7 +305,9 @@ def test_an_unknown_program_has_the_mean_of_the_others(fit):
     names = [name for name in fit.PROGRAMS if name not in (*fit.OWN_PROGRAMS, "unknown")]
     profiles = dict(zip(fit.PROGRAMS, constants.profiles, strict=True))
     for key in fit.PROFILE_PRIORS:
-        mean = statistics.geometric_mean(getattr(profiles[name], key) for name in names)
+        values = [getattr(profiles[name], key) for name in names]
+        # Most programs overlap nothing of tensor parallelism.
+        mean = statistics.geometric_mean(values) if min(values) else statistics.mean(values)
         assert getattr(profiles["unknown"], key) == pytest.approx(mean)
 
 

@@ -58,7 +58,10 @@ def test_our_models_are_what_the_closed_form_says(name: str) -> None:
     # The first output of each region's products is divided, and everything up to its last product.
     assert {product.split for product in layer.matmuls} == {COLUMN_PARALLEL, ROW_PARALLEL}
     assert layer.saved_elements == pytest.approx(expected.saved_elements, rel=0.03)
-    assert layer.saved_elements_tp == pytest.approx(expected.saved_elements_tp, rel=0.2)
+    # Without a kernel, attention's output is saved twice: as it comes, and as the output projection reads it.
+    assert expected.attention is not None
+    copied = expected.attention.heads * expected.attention.value_dim
+    assert layer.saved_elements_tp == pytest.approx(expected.saved_elements_tp + copied, rel=0.2)
     assert layer.moved_elements == pytest.approx(expected.moved_elements, rel=0.03)
 
 

@@ -45,7 +45,7 @@ class ReachedRates:
     """seconds of one collective"""
     hides_communication: Number
     """1 where communication runs beside compute. On a CPU (0) the cores that compute also send: an all-reduce of gloo
-    over two ranks, 0.25 to 4 MiB, takes a core for 70 to 90 % of its time"""
+    over two ranks, 0.25 to 4 MiB, takes a core for 67 to 89 % of its time"""
     hop_intra: float
     hop_inter: float
     congestion: float
