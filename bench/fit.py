@@ -123,7 +123,7 @@ PROGRAM_PRIORS = {
 }
 SOFT = 0.1
 """residuals are squared up to about this, and taken as they are beyond"""
-HOLD = 0.09
+HOLD = 0.12
 OWN_NAMES = ("hopper", "hopper_fp8", "best_attention", "expert_edge", "launch_experts", "memory_bandwidth")
 """constants of our own program that steps on one device tell"""
 QUANTILE = 0.8

@@ -27,7 +27,7 @@ def count(layout: str, cluster: str = "8xh100", model: str = "llama-8b", **optio
 
 
 def with_gathers_of(work: StepWork, forwards: float) -> StepWork:
-    """The same step on a link on which a microbatch's gathers take so many of its forwards."""
+    """The same step on a link on which gathers of a microbatch take this many forwards."""
     seconds = forwards * float(microbatch_time(work, QUIET).forward)
     bandwidth = float(work.dp.shards.gather_bytes) / seconds / QUIET.intra_node
     device = replace(work.microbatch.device, intra_node_bandwidth=bandwidth, latency=0.0)

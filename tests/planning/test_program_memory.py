@@ -42,7 +42,9 @@ def test_per_operator_recomputation_repeats_the_other_gemms_and_not_attention():
 
 
 def test_torchs_checkpointing_stops_before_the_last_gemm_of_a_layer():
-    full = {name: recompute_shares(case("dp=8,recompute=full", name)) for name in ("torch", "torch-compiled", "megatron")}
+    full = {
+        name: recompute_shares(case("dp=8,recompute=full", name)) for name in ("torch", "torch-compiled", "megatron")
+    }
     assert full["megatron"].gemms == 0
     for program in ("torch", "torch-compiled"):
         assert full[program].gemms == pytest.approx(-INNER / (2 * WIDTH + 2 * KEYS + 3 * INNER))

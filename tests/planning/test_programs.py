@@ -43,7 +43,7 @@ def test_what_another_program_does_is_not_run(tmp_path):
 
 
 def test_programs_differ():
-    """What was fitted to the runs of a program is its own; what nobody measured is the mean of the others."""
+    """What was fitted to the runs of a program is its own; what is unknown has the mean of the others."""
     profiles = dict(zip(PROGRAMS, FITTED_PROFILES, strict=True))
     assert len(set(profiles.values())) == len(PROGRAMS)
     measured = [profiles[name] for name in PROGRAMS if name not in (*OWN_PROGRAMS, "unknown")]

@@ -14,68 +14,68 @@ from echelon.planning.calibrate.programs import FITTED_PROFILES, ProgramProfile
 @dataclass(frozen=True, kw_only=True)
 class Constants:
     # GEMMs: share of the peak that large ones reach
-    volta: float = 0.774
-    ampere: float = 0.699
-    hopper: float = 0.59
-    blackwell: float = 0.465
+    volta: float = 0.768
+    ampere: float = 0.694
+    hopper: float = 0.592
+    blackwell: float = 0.468
     cpu: float = 0.7
     """assumed, not fitted: there are no published runs on CPUs"""
-    tpu: float = 0.923
-    accelerator: float = 0.472
+    tpu: float = 0.912
+    accelerator: float = 0.468
     """of AMD Instinct and accelerators that are no GPU, whose libraries are younger; few sources measured them"""
-    hopper_fp8: float = 0.588
-    blackwell_fp8: float = 0.669
-    fp4: float = 0.473
-    edge: float = 78.8
+    hopper_fp8: float = 0.592
+    blackwell_fp8: float = 0.655
+    fp4: float = 0.466
+    edge: float = 80.5
     """elements added to each dimension of a GEMM, for partly filled tiles"""
-    misaligned_gemms: float = 0.563
+    misaligned_gemms: float = 0.56
     """extra time of a GEMM whose dims are not multiples of 64"""
-    expert_edge: float = 224
+    expert_edge: float = 213
     """`edge` of the grouped GEMMs of experts"""
     # attention: share of the 16-bit peak
-    flash1: float = 0.285
-    flash2: float = 0.348
-    best_attention: float = 0.395
+    flash1: float = 0.283
+    flash2: float = 0.351
+    best_attention: float = 0.398
     blockwise_attention: float = 0.98
     """attention in the blocks of context parallelism, to that in one call, without merging: less than 1, as all but one
     block have no mask; published runs say little about it, anything from 0.95 to 1.02 suits them"""
-    fused_score_bytes: float = 10.6
+    fused_score_bytes: float = 11.2
     """bytes moved per score that is written out, with a fused softmax"""
-    plain_score_bytes: float = 27.5
+    plain_score_bytes: float = 28.4
     """the same with plain operators"""
     # memory
-    memory_bandwidth: float = 0.826
+    memory_bandwidth: float = 0.831
     """share of the memory's bandwidth that operators reach"""
-    unfused_norms: float = 6.71
+    unfused_norms: float = 6.62
     """times the bytes that norms of several kernels move, to those of one"""
-    cast_bytes: float = 3.8
+    cast_bytes: float = 4.04
     """bytes moved per element to cast the inputs of low-precision GEMMs"""
     # starting
-    launch_experts: float = 0.00169
+    launch_experts: float = 0.00162
     """seconds more in a layer with experts: sorting tokens, many small kernels, waiting for counts"""
-    launch: float = 0.00238
+    launch: float = 0.00236
     """seconds of the host to launch a layer's kernels, forward or backward"""
-    step_overhead: float = 0.0245
+    step_overhead: float = 0.025
     """seconds of a step outside all that is counted: launches of the update, waiting for the slowest rank, logging"""
     single_device_share: float = 0.5
     """share of that on a single device"""
     # links
-    intra_node: float = 0.711
+    intra_node: float = 0.732
     """share of the bandwidth inside a node"""
-    inter_node: float = 0.647
+    inter_node: float = 0.656
     """of that between nodes"""
-    hop_intra: float = 3.85e-06
+    hop_intra: float = 3.65e-06
     """seconds that each further device of a node adds to a collective"""
-    hop_inter: float = 1.36e-05
+    hop_inter: float = 1.38e-05
     """the same of each further node"""
-    congestion: float = 0.0274
+    congestion: float = 0.0286
     """share of the bandwidth between nodes that is lost whenever their number doubles"""
-    ep_exposed: float = 0.492
-    pp_exposed: float = 0.263
-    contention: float = 0.125
+    ep_exposed: float = 0.505
+    pp_exposed: float = 0.272
+    contention: float = 0.135
     """share of overlapped communication by which it slows the compute that hides it"""
     # the rest
-    update_bytes: float = 51.8
+    update_bytes: float = 49.1
     """bytes moved per parameter by the update"""
     # memory
     activation_slack: float = 0.2

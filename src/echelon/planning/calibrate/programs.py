@@ -86,13 +86,13 @@ class ProgramProfile:
 _PROFILES = {
     "echelon": ProgramProfile(overlap=0.56),
     "plain": ProgramProfile(traffic=1.4, overlap=0.56),
-    "megatron": ProgramProfile(overlap=0.682, tp_overlap=0.746),
-    "megatron-2021": ProgramProfile(speed=1.03, traffic=1.59, overlap=0.105),
-    "deepspeed": ProgramProfile(speed=0.897, traffic=1.05, overlap=0.583),
-    "torch": ProgramProfile(speed=0.973, traffic=0.882, overlap=0.581, host=0.55),
-    "torch-compiled": ProgramProfile(speed=1.01, traffic=1.15, overlap=0.695, host=0.55),
-    "xla": ProgramProfile(speed=0.952, traffic=1.52, overlap=0.564, host=0.1),
-    "unknown": ProgramProfile(speed=0.977, traffic=1.17, overlap=0.46, tp_overlap=0.124, host=0.558),
+    "megatron": ProgramProfile(overlap=0.656, tp_overlap=0.713),
+    "megatron-2021": ProgramProfile(speed=1.02, traffic=1.34, overlap=0.0979),
+    "deepspeed": ProgramProfile(speed=0.914, traffic=1.06, overlap=0.589),
+    "torch": ProgramProfile(speed=0.979, traffic=0.934, overlap=0.585, host=0.55),
+    "torch-compiled": ProgramProfile(speed=1.01, traffic=1.11, overlap=0.67, host=0.55),
+    "xla": ProgramProfile(speed=0.958, traffic=1.37, overlap=0.58, host=0.1),
+    "unknown": ProgramProfile(speed=0.979, traffic=1.13, overlap=0.453, tp_overlap=0.119, host=0.558),
 }
 FITTED_PROFILES = tuple(_PROFILES[name] for name in PROGRAMS)
 """`bench/fit.py` fits them. Megatron's speed and traffic are 1: it is the base. An unknown program has the mean of the

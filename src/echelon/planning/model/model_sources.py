@@ -8,6 +8,7 @@ from pathlib import Path
 
 from echelon.layout.validation_error import ValidationError, did_you_mean
 from echelon.models import user_model
+from echelon.models.foreign.hf_source import HF_PREFIX, is_hf_model
 from echelon.models.hf.hf_config_reader import read_hf_config, read_hf_spec
 from echelon.models.model_config import SIZES, ModelConfig, find_model
 from echelon.models.model_dir import is_model_dir
@@ -30,6 +31,10 @@ def resolve_shape(model: str) -> ModelShape:
         return config_shape(find_model(model))
     if model.endswith(".json") or os.path.isfile(os.path.join(model, "config.json")):
         return replace(transformer_shape(read_hf_spec(Path(model))), trainable=_is_trainable(Path(model)))
+    if is_hf_model(model):
+        rule, folder = "cannot be priced as transformers' own class", model.removeprefix(HF_PREFIX)
+        hint = f"plan {folder}/config.json, where ours computes the same"
+        raise ValidationError.single("model", model, rule, hint=hint)
     if ":" in model:
         return _traced_shape(model)
     legal = f"{', '.join(model_names())}, a Hugging Face config.json, or module.py:factory"
