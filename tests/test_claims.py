@@ -138,6 +138,12 @@ CLAIMS: dict[str, tuple[Check, ...]] = {
         absent("kv_cache", "key_value_cache"),
     ),
     "DataParallel (one process, many devices)": (not_imported("DataParallel", "training", "parallel", "launch"),),
+    # transformers models
+    "Context parallelism is refused where attention does not go through transformers' interface": (
+        asserted_in(
+            "test_transparency_foreign.py", "test_sequences_that_cannot_be_divided_are_refused_with_the_reason"
+        ),
+    ),
     # CONTRIBUTING, docs/README
     "has a row in `tests/test_claims.py`": (),
     "`tests/test_claims.py` checks that": (),
