@@ -215,6 +215,15 @@ def _derive(module: nn.Module, mixin: type[nn.Module]) -> Any:
     return module
 
 
+def build_on_meta(source: HFSource, **options: Any) -> Any:
+    """Build transformers' own class of a directory on the meta device: shapes only, no contract, no first values."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(source.folder, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
+
+
 def build_causal_lm(
     source: HFSource, device: str = "meta", *, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> Any:
@@ -222,13 +231,8 @@ def build_causal_lm(
 
     On the meta device the engine reads the weights, or draws the values, of each rank's slices.
     """
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(source.folder, local_files_only=True, trust_remote_code=False)
     # float64 has no grouped GEMM.
-    options = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
+    model = build_on_meta(source, **({"experts_implementation": "eager"} if dtype == torch.float64 else {}))
     rules = record_init(model)
     materialize_buffers(model)
     adapted = adapt(model).to(dtype)

@@ -23,6 +23,14 @@ ROUTER = "router"
 """the GEMM of the gate"""
 
 
+MAX_DEFAULT_SEQ_LEN = 4096
+
+
+def default_seq_len(max_seq_len: int) -> int:
+    """Tokens of a sequence where the user gives none: as many as the model takes, 0 for any, but not more than 4,096."""
+    return min(max_seq_len or MAX_DEFAULT_SEQ_LEN, MAX_DEFAULT_SEQ_LEN)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MatmulShape:
     """tokens x inputs times inputs x outputs."""
@@ -171,10 +179,20 @@ class ModelShape:
     """there is a model that trains it"""
     supports_tp: bool = True
     """a table says how tp splits its modules"""
+    supports_sp: bool = True
+    """the table has an embedding, where sequence parallelism begins"""
+    supports_grids: bool = True
+    """the table divides all that a tensor grid must divide"""
+    tp_row_inputs: tuple[int, ...] = ()
+    """inputs of a traced model's row-parallel GEMMs, which tp must divide"""
+    tp_column_units: tuple[int, ...] = ()
+    """outputs or heads of a traced model's column-parallel GEMMs, which tp must divide or be a multiple of"""
     supports_cp: bool = True
     """context parallelism can split its sequences"""
     supports_pp: bool = True
     """its pipeline layers are known"""
+    supports_ep: bool = True
+    """its experts can be divided"""
     dropout: bool = False
     """also on attention's probabilities, which our models then materialise"""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from echelon.planning.model.model_shape import AttentionShape, LayerShape, MatmulShape, ModelShape
 
@@ -43,12 +43,8 @@ class ModuleCounts:
     seq_len: int
     width: int
     """most elements per token between sections"""
-    supports_tp: bool
-    """a table says how tp splits its modules"""
-    supports_cp: bool
-    """context parallelism can split its sequences"""
-    supports_pp: bool
-    """its pipeline layers are known"""
+    support: Mapping[str, Any]
+    """fields of the shape: what its modules declare"""
 
 
 @dataclass(frozen=True)
@@ -86,9 +82,7 @@ def build_shape(name: str, counts: ModuleCounts) -> ModelShape:
         position_parameters=sum(map(prod, positions)),
         experts=max((gemm.experts for gemm in expert_gemms), default=0),
         top_k=round(max((gemm.token_share for gemm in expert_gemms), default=0)),
-        supports_tp=counts.supports_tp,
-        supports_cp=counts.supports_cp,
-        supports_pp=counts.supports_pp,
+        **counts.support,
     )
     return replace(shape, other_parameters=sum(map(prod, counts.weights.values())) - shape.parameters)
 
@@ -193,7 +187,8 @@ def _pair_attention(squares: Sequence[WeightlessMatmul]) -> tuple[list[Attention
         scores = left.pop(0)
         if left and (scores.count, scores.m, scores.n) == (left[0].count, left[0].m, left[0].k):
             sizes = {"queries": scores.m, "keys": scores.n, "head_dim": scores.k, "value_dim": left.pop(0).n}
-            calls.append(AttentionCall(count=scores.count, kv_count=scores.count, causal=False, **sizes))
+            kv_count = round(scores.count * scores.distinct)
+            calls.append(AttentionCall(count=scores.count, kv_count=kv_count, causal=False, **sizes))
         else:
             others.append(scores)
     return calls, others

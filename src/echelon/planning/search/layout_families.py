@@ -114,6 +114,7 @@ def _pipelines(request: PlanRequest, family: LayoutFamily, world: int) -> Iterat
 def branch_layouts(request: PlanRequest, branch: LayoutBranch) -> Iterator[Layout]:
     fixed, pp, dp = request.fixed, branch.pp, branch.dp
     keys = {**fixed, **vars(branch.family), "dp": dp, "pp": pp, "accumulate": branch.accumulate}
+    keys = {**_forced_sp(request, branch.family.tp), **keys}
     for schedule, zero in product(_schedule_options(request, pp), _zero_options(request, dp, branch.family, pp)):
         if schedule.get("schedule") in ASYNC_SCHEDULES and zero["zero"] > 1:
             continue
@@ -168,7 +169,7 @@ def tp_kinds(request: PlanRequest, tp: int) -> list[tuple[str, int]]:
         kinds += [("2d", 1), *(("2.5d", depth) for depth in _divisors(tp) if depth > 1), ("3d", 1)]
 
     def is_possible(kind: str, depth: int) -> bool:
-        layout = Layout(tp=tp, tp_kind=kind, depth=depth)
+        layout = Layout(tp=tp, tp_kind=kind, depth=depth, **_forced_sp(request, tp))
         if fixed.get("tp_kind", kind) != kind or fixed.get("depth", depth) != depth or not request.allows(layout):
             return False
         ranks = head_parallel_size(layout)
@@ -178,6 +179,11 @@ def tp_kinds(request: PlanRequest, tp: int) -> list[tuple[str, int]]:
         return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
     return [(kind, depth) for kind, depth in kinds if is_possible(kind, depth)]
+
+
+def _forced_sp(request: PlanRequest, tp: int) -> dict[str, int]:
+    """The key `sp`, where the model's table does not support what is its default."""
+    return {"sp": 0} if tp > 1 and not request.shape.supports_sp else {}
 
 
 def cp_kinds(request: PlanRequest, tp: int, cp: int) -> list[tuple[str, int]]:
@@ -221,7 +227,8 @@ def _zero_options(request: PlanRequest, dp: int, family: LayoutFamily, pp: int) 
 def _ep_degrees(request: PlanRequest, world: int) -> list[tuple[int, int]]:
     """Return (ep, ep_inner)."""
     shape, cluster = request.shape, request.cluster
-    degrees = [ep for ep in _divisors(world) if not shape.experts % ep] if shape.experts else [1]
+    is_supported = shape.supports_ep or _requests(request, "ep")
+    degrees = [ep for ep in _divisors(world) if not shape.experts % ep] if shape.experts and is_supported else [1]
     fixed = request.fixed.get("ep_inner")
     return [(ep, choose_ep_inner(cluster, ep, shape.top_k) if fixed is None else int(fixed)) for ep in degrees]
 
