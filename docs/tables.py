@@ -23,6 +23,7 @@ import state_types
 import techniques
 import traffic
 import update_rules
+import verified_families
 
 from echelon import models
 from echelon.bench.measurement import Measurement
@@ -371,6 +372,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "own constants": lambda: markdown(*planner_accuracy.own_constants()),
     "columns of a table of runs": planner_accuracy.table_columns,
     "goodput": goodput_table.printed,
+    "foreign families": lambda: markdown(*verified_families.columns()),
     "memory stack": lambda: markdown(*saved_memory.measured(saved_memory.STACKED)),
     "memory alone": lambda: markdown(*saved_memory.measured(saved_memory.ALONE)),
     "savings": lambda: markdown(*techniques.saved()),

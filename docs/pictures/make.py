@@ -19,6 +19,7 @@ import attempts  # noqa: E402
 import compression  # noqa: E402
 import context  # noqa: E402
 import curves  # noqa: E402
+import foreign  # noqa: E402
 import kept  # noqa: E402
 import memory  # noqa: E402
 import mixtures  # noqa: E402
@@ -44,6 +45,7 @@ def _profile(path: Path) -> str:
 DRAWN: dict[str, Callable[[], str]] = {
     "packages": packages.packages,
     "mesh": splits.mesh,
+    "foreign-parts": foreign.parts,
     "flat-units": splits.flat_units,
     "zero-stages": splits.zero_stages,
     "tensor-region": splits.tensor_region,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from echelon.cli import conversion_progress
-from echelon.cli.cli_errors import report_errors
+from echelon.cli.cli_errors import print_json, report_errors
 from echelon.cli.cli_options import AsJson, ShardSize, WeightDtype
+from echelon.models.foreign.hf_source import is_hf_model, read_hf_source
 
 EXAMPLES = """[bold]Examples[/bold]\n
 echelon export runs/llama-tiny-20250131-120000 out\n
@@ -24,8 +26,8 @@ def command(
     source: Annotated[
         str,
         typer.Argument(
-            help="A run or one of its checkpoints, a directory that `echelon import` wrote, or a named size with its "
-            "initial weights."
+            help="A run or one of its checkpoints, a directory that `echelon import` wrote, hf:DIR, or a named size "
+            "with its initial weights."
         ),
     ],
     out: Annotated[Path, typer.Argument(help="The directory to write, which must be new or empty.")],
@@ -43,7 +45,25 @@ def command(
 
         if average and not is_run_or_checkpoint(source):
             raise ValueError(f"--average requires a run or a checkpoint (source {source})")
-        model = load_trained_model(source, ema=average) if is_run_or_checkpoint(source) else source
+        trained = load_trained_model(source, ema=average) if is_run_or_checkpoint(source) else None
+        name = trained.config.model if trained else source
+        if is_hf_model(name):
+            _export_foreign(name, trained.tensors if trained else None, out, dtype, seed, as_json)
+            return
+        model = trained.native if trained else source
         progress = conversion_progress.progress_bar
         done = export_model(model, out, dtype=dtype, max_shard_bytes=largest, seed=seed, progress=progress)
     conversion_progress.print_result(done, as_json)
+
+
+def _export_foreign(
+    model: str, tensors: Mapping[str, Any] | None, out: Path, dtype: str, seed: int, as_json: bool
+) -> None:
+    from echelon.checkpoint.hf.convert_model import parse_dtype
+    from echelon.checkpoint.hf.foreign_export import export_foreign_model
+
+    done = export_foreign_model(read_hf_source(model), tensors, out, dtype=parse_dtype(dtype), seed=seed)
+    if as_json:
+        print_json(done.to_json())
+    else:
+        print(done)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from echelon.memory.checkpointing.cost import ineffective_options
 from echelon.memory.compression import cost as compression_cost
 from echelon.memory.offload.cost import offloads_optimizer, offloads_params
 from echelon.models import model_config, user_model
+from echelon.models.foreign.hf_source import is_hf_model, read_hf_source
 from echelon.models.model_config import ModelConfig
 from echelon.models.moe_config import override_gate
 from echelon.optim import offload_support, optimizer_groups
@@ -178,15 +179,22 @@ def _elastic_rules(config: Config, layout: Layout) -> Iterator[KeyedIssue]:
 MOE_KEYS = ("gate", "expert_dropout")
 
 
+def _keys_without_effect_on_model(model: str, table: Iterable[str]) -> dict[str, str]:
+    if user_model.is_user_model(model):
+        names = [name for name in table if name.startswith(BUILTIN_MODEL_KEYS) and name != "data.skip_batches"]
+        return dict.fromkeys(names, "a custom model, whose file provides the batches")
+    if is_hf_model(model):
+        return dict.fromkeys(("dropout", "tied", *MOE_KEYS), "a model of transformers, whose config.json decides")
+    if model in model_config.SIZES and model_config.find_model(model).moe is None:
+        return dict.fromkeys(MOE_KEYS, f"model={model}, which has no MoE layers")
+    return {}
+
+
 def keys_without_effect(config: Config) -> dict[str, str]:
     """Return the keys without effect in this configuration, each with the reason."""
     table = schema.key_table(type(config))
     idle = {} if config.replay.every else dict.fromkeys(("replay.action", "replay.tolerance"), "replay.every=0")
-    if user_model.is_user_model(config.model):
-        names = [name for name in table if name.startswith(BUILTIN_MODEL_KEYS) and name != "data.skip_batches"]
-        idle |= dict.fromkeys(names, "a custom model, whose file provides the batches")
-    elif config.model in model_config.SIZES and model_config.find_model(config.model).moe is None:
-        idle |= dict.fromkeys(MOE_KEYS, f"model={config.model}, which has no MoE layers")
+    idle |= _keys_without_effect_on_model(config.model, table)
     layout = resolve_layout(config)
     if layout.zero != 3 and not offloads_params(layout.offload):
         idle |= dict.fromkeys(("shard.reshard_after_forward", "shard.prefetch"), f"zero={layout.zero}")
@@ -237,6 +245,9 @@ def _model_rules(config: Config, layout: Layout) -> Iterator[KeyedIssue]:
         issues = list(user_model.validate_spec(config.model)) or list(user_model.validate_spec(batch_spec, legal=legal))
         yield from ((("model",), issue) for issue in issues)
         return
+    if is_hf_model(config.model):
+        yield from _hf_model_rules(config)
+        return
     try:
         model = model_config.find_model(config.model)
     except ValidationError as error:
@@ -260,11 +271,23 @@ def _model_rules(config: Config, layout: Layout) -> Iterator[KeyedIssue]:
         yield _keyed("seq_len", config.seq_len, message, reads=("model",), legal=f"1 to {model.max_seq_len}")
 
 
+def _hf_model_rules(config: Config) -> Iterator[KeyedIssue]:
+    try:
+        source = read_hf_source(config.model)
+    except ValidationError as error:
+        yield from ((("model",), issue) for issue in error.issues)
+        return
+    if 0 < source.max_seq_len < config.seq_len:
+        message = f"is longer than the model allows ({source.name}: {source.max_seq_len})"
+        yield _keyed("seq_len", config.seq_len, message, reads=("model",), legal=f"1 to {source.max_seq_len}")
+
+
 def _layout_issues(config: Config, world: int | None, invalid_keys: Set[str]) -> list[ValidationIssue]:
     if "layout" in invalid_keys:
         return []
     model = None
-    if "model" not in invalid_keys and not user_model.is_user_model(config.model):
+    is_built_in = not user_model.is_user_model(config.model) and not is_hf_model(config.model)
+    if "model" not in invalid_keys and is_built_in:
         with suppress(ValidationError):
             model = config.override_model(model_config.find_model(config.model))
     batch = None if "batch" in invalid_keys else config.batch

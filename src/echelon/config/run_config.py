@@ -31,7 +31,8 @@ class Config:
     """
 
     model: str = "llama-tiny"
-    """A named size, a directory of `echelon import`, or `file.py:factory` of yours with `batch(rows, step)` in it."""
+    """A named size, a directory of `echelon import`, `hf:DIR` of Hugging Face, or `file.py:factory` of yours with
+    `batch(rows, step)` in it."""
     data: sections.DataConfig = field(default_factory=sections.DataConfig)
     seq_len: Annotated[int, AT_LEAST_1] = 128
     """Tokens per sequence."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from echelon.layout import Layout, ValidationError, ValidationIssue, grammar
 from echelon.models import model_config, user_model
+from echelon.models.foreign.hf_source import is_hf_model
 from echelon.models.model_config import ModelConfig
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def size_issues(config: Config, *, world: int | None, invalid_keys: Set[str] = f
         issues.append(ValidationIssue("steps", str(config.steps), message, legal=f"1 to {MAX_SAMPLES // config.batch}"))
     if not invalid_keys.isdisjoint(("model", "layout", "device", "dtype", "batch", "seq_len")):
         return issues
-    if user_model.is_user_model(config.model):
+    if user_model.is_user_model(config.model) or is_hf_model(config.model):
         return issues
     with suppress(ValidationError):  # of an unknown model, which another rule reports
         model = config.override_model(model_config.find_model(config.model))

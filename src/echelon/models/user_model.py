@@ -14,11 +14,12 @@ from typing import Any
 
 from echelon.input_file import read_bytes
 from echelon.layout.validation_error import ValidationIssue, did_you_mean
+from echelon.models.foreign.hf_source import is_hf_model
 
 
 def is_user_model(spec: str) -> bool:
     """Whether a model is given as `file.py:factory`."""
-    return ":" in spec
+    return ":" in spec and not is_hf_model(spec)
 
 
 def validate_spec(spec: str, *, key: str = "model", legal: str = "file.py:factory") -> Iterator[ValidationIssue]:

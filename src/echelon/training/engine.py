@@ -40,6 +40,7 @@ from echelon.faults.flight_recorder import FlightRecorder
 from echelon.kernels import dispatch
 from echelon.layout import Layout, check_layout
 from echelon.layout.collective import Collective
+from echelon.models.foreign.causal_lm import ForeignCausalLM, adapt_if_foreign
 from echelon.models.layers import check_loss_output
 from echelon.models.model_config import ModelConfig
 from echelon.optim import cost, offload_support, optimizer_groups
@@ -104,6 +105,7 @@ class Engine:
         loss_scale: LossScale | None = None,
         recorder: FlightRecorder | None = None,
     ):
+        model = adapt_if_foreign(model)
         layout = check_layout(str(layout), world=world_size(), model=model_config_of(model))
         rule: UpdateRule = optimizer or OptimizerConfig()
         self.update_rule, self.clip = rule, clip
@@ -255,6 +257,7 @@ class Engine:
 
     def microbatches(self, batch: Batch, step: int | None = None) -> Iterator[Microbatch]:
         """Yield this rank's microbatches of the global batch, for the next step or another one."""
+        batch = self.model.loss_inputs(batch) if isinstance(self.model, ForeignCausalLM) else batch
         return self.batch_sharder.microbatches(batch, self.num_steps if step is None else step)
 
     def row_ranges(self, batch: int) -> Iterator[range]:

@@ -20,7 +20,7 @@ def generate_text(
 ) -> str:
     """Sample tokens after `prompt`, until an end-of-document token."""
     model: Any = engine.model
-    length = int(model.config.max_seq_len)
+    length = int(getattr(model, "max_seq_len", 0) or model.config.max_seq_len)
     device, seed = engine.parallel.options.device, engine.parallel.options.seed
     ids = list(tokenizer.encode(prompt)) or [tokenizer.eos]
     start = len(ids)

@@ -16,6 +16,7 @@ from echelon import data, models
 from echelon.config.run_config import Config
 from echelon.layout import ValidationError, ValidationIssue
 from echelon.models import user_model
+from echelon.models.foreign.hf_source import is_hf_model, read_hf_source
 from echelon.models.language_model import LanguageModel
 from echelon.models.model_config import ModelConfig
 from echelon.models.model_dir import is_model_dir
@@ -42,18 +43,17 @@ def build_task(config: Config, first_rank_first: AbstractContextManager[None]) -
     if user_model.is_user_model(config.model):
         return UserModelTask(config)
     with first_rank_first:  # rank 0 of each machine tokenizes, the others read its cache
-        return LanguageModelTask(config)
+        return ForeignModelTask(config) if is_hf_model(config.model) else LanguageModelTask(config)
 
 
-class LanguageModelTask:
-    """A built-in model on tokens, in an order that is a function of the seed."""
+class TextTask:
+    """A model on tokens, in an order that is a function of the seed."""
 
     batch_fingerprint = 0.0
     """each rank reads its own rows"""
 
-    def __init__(self, config: Config):
-        self.config, self.model_config = config, configured_model(config)
-        self.name = f"{self.model_config.name}: {self.model_config.parameters:,} parameters"
+    def __init__(self, config: Config, *, name: str, vocab: int):
+        self.config = config
         self.tokenizer = data.load_tokenizer(config.data.tokenizer)
         source = config.data
         files = [data.prepare_token_file(path, TOKEN_CACHE_DIR, tokenizer=self.tokenizer) for path in source.path]
@@ -65,31 +65,10 @@ class LanguageModelTask:
             mask_documents=source.mask_documents,
             eval_fraction=source.eval_fraction,
         )
-        if self.dataset.vocab_size > self.model_config.vocab:
-            message = f"has fewer tokens than the data ({self.model_config.vocab} and {self.dataset.vocab_size})"
-            legal, model = "a model with a larger vocabulary, or another data.tokenizer", self.model_config.name
-            raise ValidationError([ValidationIssue(key="model", value=model, message=message, legal=legal)])
-
-    @property
-    def fingerprint(self) -> RunFingerprint:
-        # Without overrides, which are keys of the configuration.
-        return RunFingerprint(data=self.dataset.fingerprint, model=model_fields(models.find_model(self.config.model)))
-
-    def build(self) -> nn.Module:
-        model = models.build(self.model_config, "meta")
-        if is_model_dir(self.config.model):
-            from echelon.checkpoint.hf.native_format import init_from_dir
-
-            assert isinstance(model, LanguageModel)
-            init_from_dir(model, Path(self.config.model))
-        return model
-
-    def describe(self) -> list[ResolvedSetting]:
-        settings = self.dataset.describe()
-        if is_model_dir(self.config.model):
-            reason = "from a model directory; each rank reads its slices"
-            settings.append(("initial weights", self.config.model, reason))
-        return settings
+        if self.dataset.vocab_size > vocab:
+            message = f"has fewer tokens than the data ({vocab} and {self.dataset.vocab_size})"
+            legal = "a model with a larger vocabulary, or another data.tokenizer"
+            raise ValidationError([ValidationIssue(key="model", value=name, message=message, legal=legal)])
 
     def example_inputs(self, rows: int) -> dict[str, Tensor]:
         """Return inputs of the model with this many rows."""
@@ -119,6 +98,67 @@ class LanguageModelTask:
     def sample_text(self, engine: Engine) -> str:
         sample = self.config.sample
         return generate.generate_text(engine, self.tokenizer, sample.prompt, sample.tokens) if sample.tokens else ""
+
+
+class LanguageModelTask(TextTask):
+    """A built-in model on text."""
+
+    def __init__(self, config: Config):
+        self.model_config = configured_model(config)
+        self.name = f"{self.model_config.name}: {self.model_config.parameters:,} parameters"
+        super().__init__(config, name=self.model_config.name, vocab=self.model_config.vocab)
+
+    @property
+    def fingerprint(self) -> RunFingerprint:
+        # Without overrides, which are keys of the configuration.
+        return RunFingerprint(data=self.dataset.fingerprint, model=model_fields(models.find_model(self.config.model)))
+
+    def build(self) -> nn.Module:
+        model = models.build(self.model_config, "meta")
+        if is_model_dir(self.config.model):
+            from echelon.checkpoint.hf.native_format import init_from_dir
+
+            assert isinstance(model, LanguageModel)
+            init_from_dir(model, Path(self.config.model))
+        return model
+
+    def describe(self) -> list[ResolvedSetting]:
+        settings = self.dataset.describe()
+        if is_model_dir(self.config.model):
+            reason = "from a model directory; each rank reads its slices"
+            settings.append(("initial weights", self.config.model, reason))
+        return settings
+
+
+class ForeignModelTask(TextTask):
+    """A causal language model of transformers on text."""
+
+    model_config = None
+
+    def __init__(self, config: Config):
+        self.source = read_hf_source(config.model)
+        self.name = self.source.name
+        super().__init__(config, name=self.name, vocab=self.source.vocab)
+        self._weights_read = "drawn by the seed: the directory has no weights"
+
+    @property
+    def fingerprint(self) -> RunFingerprint:
+        return RunFingerprint(data=self.dataset.fingerprint, model=dict(self.source.config))
+
+    def build(self) -> nn.Module:
+        from echelon.models.foreign.causal_lm import ForeignCausalLM, build_causal_lm
+
+        dtype = torch.float64 if self.config.dtype == "float64" else torch.float32
+        model: nn.Module = build_causal_lm(self.source, dtype=dtype)
+        if self.source.has_weights:
+            from echelon.checkpoint.hf.foreign_weights import init_from_hf_dir
+
+            assert isinstance(model, ForeignCausalLM)
+            self._weights_read = init_from_hf_dir(model, self.source)
+        return model
+
+    def describe(self) -> list[ResolvedSetting]:
+        return [*self.dataset.describe(), ("initial weights", str(self.source.folder), self._weights_read)]
 
 
 class UserModelTask:
@@ -162,7 +202,7 @@ class UserModelTask:
         return ""
 
 
-TrainingTask = LanguageModelTask | UserModelTask
+TrainingTask = LanguageModelTask | ForeignModelTask | UserModelTask
 
 
 def configured_model(config: Config) -> ModelConfig:

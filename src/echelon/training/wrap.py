@@ -26,6 +26,7 @@ from echelon.layout import Layout, ValidationError, check_layout, rules
 from echelon.layout.placement import Piece
 from echelon.memory.checkpointing.checkpoint_wrapper import recompute_context
 from echelon.memory.checkpointing.memory_budget import MemoryBudget
+from echelon.models.foreign.causal_lm import adapt_if_foreign
 from echelon.parallel.apply import apply
 from echelon.parallel.comm.axis_names import WORLD_AXIS
 from echelon.parallel.comm.mesh_axis import MeshAxis, world_size
@@ -45,6 +46,7 @@ class WrappedModel(nn.Module):
     def __init__(self, model: nn.Module, layout: Layout, options: ParallelOptions):
         super().__init__()
         self.layout = layout
+        model = adapt_if_foreign(model)
         num_experts = experts_per_moe_layer(model, layout)
         self._parallel = apply(model, layout, options)
         self.module = self._parallel.model

@@ -78,7 +78,8 @@ class VerifyCase:
         if is_hf_model(self.model):
             from echelon.models.foreign.causal_lm import build_causal_lm
 
-            return build_causal_lm(read_hf_source(self.model), device, dtype=dtype, seed=self.seed)
+            foreign: nn.Module = build_causal_lm(read_hf_source(self.model), device, dtype=dtype, seed=self.seed)
+            return foreign
         torch.manual_seed(self.seed)
         model: nn.Module = load_factory(self.model)()
         return model.double() if double else model
@@ -91,9 +92,9 @@ class VerifyCase:
             tensors: dict[str, Any] = load_factory(self.batch_function)(num_sequences, self.seed + step)
             return {key: value.double() if value.is_floating_point() else value for key, value in tensors.items()}
         generator = torch.Generator().manual_seed(self.seed + step)
-        is_built_in = isinstance(self.model, ModelConfig)
-        vocab = self.model.vocab if is_built_in else read_hf_source(self.model).vocab
-        if is_built_in and self.model.family == "conv":
+        own = self.model if isinstance(self.model, ModelConfig) else None
+        vocab = own.vocab if own else read_hf_source(str(self.model)).vocab
+        if own and own.family == "conv":
             images = torch.randn(num_sequences, 3, 16, 16, generator=generator, dtype=torch.float64)
             return {"images": images, "labels": torch.randint(0, 10, (num_sequences,), generator=generator)}
         tokens = torch.randint(0, vocab, (num_sequences, self.seq_len + 1), generator=generator)

@@ -71,7 +71,7 @@ def import_model(
     progress: Progress = _no_progress,
 ) -> ConversionResult:
     """Convert a Hugging Face directory to a native one."""
-    target_dtype = _parse_dtype(dtype)
+    target_dtype = parse_dtype(dtype)
     safetensors_reader.refuse_link_outside(source / hf_config_reader.CONFIG_FILE)
     model = hf_config_reader.read_hf_config(source)
     if with_check:
@@ -98,7 +98,7 @@ def export_model(
     progress: Progress = _no_progress,
 ) -> ConversionResult:
     """Convert a native directory, or a named size with initial weights, to a Hugging Face one, and check its logits."""
-    target_dtype = _parse_dtype(dtype)
+    target_dtype = parse_dtype(dtype)
     model, tensors = _load_native(source, seed) if isinstance(source, str) else source
     require_memory(model.config)
     conversion = convert_tensors.native_to_hf(tensors, model.config, target_dtype)
@@ -137,7 +137,8 @@ def _load_native(source: str, seed: int) -> NativeModel:
     raise _invalid("source", source, rule, legal, SIZES)
 
 
-def _parse_dtype(name: str) -> torch.dtype | None:
+def parse_dtype(name: str) -> torch.dtype | None:
+    """The dtype of a name; None to keep each tensor's own."""
     if name != KEEP_DTYPE and name not in DTYPES:
         raise _invalid("dtype", name, "is not a supported dtype", ", ".join((KEEP_DTYPE, *DTYPES)), DTYPES)
     return DTYPES.get(name)

@@ -7,31 +7,46 @@ family's code is replaced or repeated: its forward runs as written, as a whole o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from echelon.models import init_weights
-from echelon.models.attention import document_positions
+from echelon.models.attention import AttentionContext, document_positions
+from echelon.models.foreign.core_attention import CONTEXT_ARGUMENT, AttentionState, install_cores
 from echelon.models.foreign.float64_casts import float64_casts
+from echelon.models.foreign.foreign_experts import ForeignExperts, is_experts
 from echelon.models.foreign.functional_dropout import add_sites, counter_dropout
-from echelon.models.foreign.hf_source import HFSource
+from echelon.models.foreign.hf_source import HFSource, quiet_transformers
 from echelon.models.foreign.init_rules import materialize_buffers, record_init
-from echelon.models.foreign.layer_stack import LayerCall, LayerStack, find_layer_stack
+from echelon.models.foreign.layer_probe import find_layer_stack
+from echelon.models.foreign.layer_stack import LayerCall, LayerStack
+from echelon.models.foreign.unfuse import PartInit, unfuse
 from echelon.models.layers import loss_sum
+from echelon.models.model_config import IGNORE_INDEX
 from echelon.models.pipeline_model import PipelineLayer, PipelineModel
 from echelon.rng import Init
 
+MAX_SEQ_LEN = 1 << 20
 LogitsLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class ForeignLayer(nn.Module):
     """What `adapt` adds to the class of a layer, whose forward backward may recompute alone."""
 
+    attention_state: AttentionState | None = None
+    """what the cores of its attention read (core_attention.py)"""
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        context = kwargs.pop(CONTEXT_ARGUMENT, None)
+        if self.attention_state is not None:
+            self.attention_state.context = context
         with exact_casts_and_dropout(self):
             return super().forward(*args, **kwargs)
 
@@ -53,7 +68,7 @@ class ForeignCausalLM(nn.Module):
     logits_loss: LogitsLoss = staticmethod(loss_sum)
     """from logits to (sum of losses, number of valid targets); tensor parallelism divides the vocabulary"""
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         *args: Any,
         tokens: Tensor | None = None,
@@ -62,32 +77,88 @@ class ForeignCausalLM(nn.Module):
         positions: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """(sum of losses, number of valid targets) of `tokens` and `targets`, int64 [B, T]; else as transformers has it.
+        """(sum of losses, number of valid targets) of `tokens` and `targets`, int64 [B, T].
+
+        Without `tokens`, as transformers has it.
 
         `documents` are document indices: tokens attend only within their document.
         """
-        if tokens is None:
+        if tokens is None and not self.runs_by_layer:
             return super().forward(*args, **kwargs)
+        if tokens is None:
+            return self._mean_loss(*args, **kwargs)
         assert targets is not None
         with self._casts():
             return self.logits_loss(self._logits(tokens, documents, positions), targets)
 
+    def _mean_loss(self, input_ids: Tensor, labels: Tensor | None = None, attention_mask: Tensor | None = None) -> Any:
+        """Answer a call in transformers' words where its forward runs in parts: the mean loss, and all logits."""
+        from transformers.modeling_outputs import CausalLMOutput
+
+        output: Any = CausalLMOutput
+        if labels is None:
+            return output(logits=self.logits(input_ids))
+        batch = {"input_ids": input_ids, "labels": labels}
+        if attention_mask is not None:
+            batch["attention_mask"] = attention_mask
+        total, count = self.forward(**self.loss_inputs(batch))
+        return output(loss=total / count.clamp(min=1))
+
+    @staticmethod
+    def loss_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`tokens` and `targets` of a batch in transformers' words: `input_ids`, `labels` and `attention_mask`.
+
+        transformers predicts label i + 1 from token i, and ignores labels of -100. Tokens after a padded end are of no
+        consequence to those before, so a mask only removes targets.
+        """
+        if "input_ids" not in batch:
+            return dict(batch)
+        given = dict(batch)
+        tokens, mask = given.pop("input_ids"), given.pop("attention_mask", None)
+        labels = given.pop("labels", tokens)
+        if mask is not None:
+            if bool((mask[:, 1:] > mask[:, :-1]).any()):
+                raise ValueError("attention_mask must mask the end of sequences (padding_side=right); move the padding")
+            labels = labels.masked_fill(mask == 0, IGNORE_INDEX)
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        return {"tokens": tokens, "targets": targets, **given}
+
+    @property
+    def max_seq_len(self) -> int:
+        """The longest sequence of the config; without one, as long as memory allows."""
+        return int(getattr(self.config, "max_position_embeddings", None) or MAX_SEQ_LEN)
+
+    weight_source: Any = None
+    """tensors that initialise parameters on the meta device, by name; none: `initial` draws them"""
+
     def logits(self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         with self._casts():
-            return self._logits(tokens, documents, positions)
+            return self.full_logits(self._logits(tokens, documents, positions))
+
+    @staticmethod
+    def full_logits(logits: Tensor) -> Tensor:
+        """All logits from this rank's; tensor parallelism gathers them."""
+        return logits
 
     def _logits(self, tokens: Tensor, documents: Tensor | None, positions: Tensor | None) -> Tensor:
-        placed = self._positions(tokens, documents, positions)
         if not self.runs_by_layer:
+            placed = self._positions(tokens, documents, positions)
             whole: Tensor = self.forward_as_written(input_ids=tokens, use_cache=False, **placed).logits
             return whole
         stack = self.layer_stack
         calls = self._layer_calls(tokens, documents, positions)
-        hidden = stack.embed(self, input_ids=tokens, **placed)
+        hidden = self._embed(tokens, documents, positions)
         for name, call in zip(stack.layer_names, calls, strict=True):
             hidden = call.run(self.get_submodule(name), hidden)
-        logits: Tensor = stack.head(self, hidden, **placed).logits
+        logits: Tensor = stack.head(self, hidden).logits
         return logits
+
+    def _embed(self, tokens: Tensor, documents: Tensor | None, positions: Tensor | None) -> Tensor:
+        """The input of the first layer. Positions are those of all tokens: the embedding may leave a rank's slice."""
+        if self.embeds_slices and positions is None:  # the model would count the tokens of a slice
+            positions = document_positions(tokens, documents)
+        placed = self._positions(tokens, documents, positions) if self.layer_stack.takes_positions else {}
+        return self.layer_stack.embed(self, input_ids=tokens, **placed)
 
     def forward_as_written(self, **kwargs: Any) -> Any:
         """Call transformers' forward without the hooks of the module."""
@@ -105,7 +176,21 @@ class ForeignCausalLM(nn.Module):
         weight = next(parameter for parameter in self.parameters() if parameter.is_floating_point())
         zeros = torch.zeros((), dtype=self.context_dtype or weight.dtype, device=tokens.device)
         like = zeros.expand(*tokens.shape, self.layer_stack.hidden_size)
-        return self.layer_stack.contexts(self, like, **self._positions(tokens, documents, positions))
+        calls = self.layer_stack.contexts(self, like, **self._positions(tokens, documents, positions))
+        if not self.has_cores:
+            return calls
+        placed = document_positions(tokens, documents) if positions is None else positions
+        context = AttentionContext(placed, documents)
+        return [replace(call, kwargs={**call.kwargs, CONTEXT_ARGUMENT: context}) for call in calls]
+
+    def use_core_attention(self) -> None:
+        """Attend through `CoreAttention`, which context parallelism extends over ranks."""
+        install_cores(self)
+        self.has_cores = self.runs_by_layer = True
+
+    has_cores = False
+    embeds_slices = False
+    """the embedding leaves this rank's slice of each sequence (sequence parallelism)"""
 
     context_dtype: torch.dtype | None = None
     """dtype of the hidden states, where no parameter of this rank has it"""
@@ -134,7 +219,7 @@ class ForeignCausalLM(nn.Module):
             shared=lambda tokens, targets=None, documents=None, positions=None: self._shared(
                 tokens, documents, positions
             ),
-            logits=lambda hidden, _shared, **inputs: self._head_logits(hidden, **inputs),
+            logits=lambda hidden, _shared, **inputs: self.full_logits(self._head_logits(hidden, **inputs)),
         )
 
     def _shared(self, *inputs: Any) -> list[LayerCall]:
@@ -151,7 +236,7 @@ class ForeignCausalLM(nn.Module):
         **_inputs: Tensor,
     ) -> Tensor:
         with self._casts():
-            return self.layer_stack.embed(self, input_ids=tokens, **self._positions(tokens, documents, positions))
+            return self._embed(tokens, documents, positions)
 
     def _layer_runner(self, index: int) -> Callable[..., Tensor]:
         name = self.layer_stack.layer_names[index]
@@ -166,16 +251,8 @@ class ForeignCausalLM(nn.Module):
         with self._casts():
             return self.logits_loss(self._head_logits(hidden, **inputs), targets)
 
-    def _head_logits(
-        self,
-        hidden: Tensor,
-        tokens: Tensor,
-        documents: Tensor | None = None,
-        positions: Tensor | None = None,
-        **_inputs: Any,
-    ) -> Tensor:
-        placed = self._positions(tokens, documents, positions)
-        logits: Tensor = self.layer_stack.head(self, hidden, **placed).logits
+    def _head_logits(self, hidden: Tensor, **_inputs: Any) -> Tensor:
+        logits: Tensor = self.layer_stack.head(self, hidden).logits
         return logits
 
     # -- first values -------------------------------------------------------------------------------------------------
@@ -185,6 +262,8 @@ class ForeignCausalLM(nn.Module):
         rule: Init = self.init_rules[name]
         return rule
 
+    fused_parts: Any
+    """parameters that are parts of a fused one of transformers' class (unfuse.py)"""
     init_rules: Any
     """of a model that was built on the meta device: each parameter's distribution by name (init_rules.py)"""
 
@@ -195,20 +274,35 @@ def adapt(model: nn.Module) -> Any:
         return model
     own: Any = type(model)
     with torch.device("meta"):
-        twin = _derive(own(model.config), ForeignCausalLM)  # its layers are found without computing anything
-    adapted = _derive(model, ForeignCausalLM)
+        twin = derive_class(own(model.config), ForeignCausalLM)  # its layers are found without computing anything
+    adapted = derive_class(model, ForeignCausalLM)
     adapted.layer_stack = find_layer_stack(twin)
+    adapted.fused_parts = unfuse(adapted, adapted.layer_stack.fused)
     layers = [adapted.get_submodule(name) for name in adapted.layer_stack.layer_names]
     for module, probabilities in zip((*layers, adapted), adapted.layer_stack.dropouts, strict=True):
         add_sites(module, probabilities)
     for layer in layers:
-        _derive(layer, ForeignLayer)
-    for module in adapted.modules():
+        derive_class(layer, ForeignLayer)
+    for module in list(adapted.modules()):
+        if is_experts(module):
+            derive_class(module, ForeignExperts).all_experts = module.num_experts
         module.wide_buffers = tuple(name for name, _ in module.named_buffers(recurse=False))
     return adapted
 
 
-def _derive(module: nn.Module, mixin: type[nn.Module]) -> Any:
+def adapt_if_foreign(model: nn.Module) -> Any:
+    """Adapt a causal language model of transformers; return any other model as it is."""
+    transformers = sys.modules.get("transformers")  # a model of it cannot exist before it is imported
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return model
+    if model.get_output_embeddings() is None:
+        raise ValueError(
+            f"{type(model).__name__} has no head of a causal language model; build it with AutoModelForCausalLM"
+        )
+    return adapt(model)
+
+
+def derive_class(module: nn.Module, mixin: type[nn.Module]) -> Any:
     """Put a class before the module's own, under the same name."""
     own = type(module)
     module.__class__ = type(own.__name__, (mixin, own), {"__module__": own.__module__})
@@ -231,12 +325,18 @@ def build_causal_lm(
 
     On the meta device the engine reads the weights, or draws the values, of each rank's slices.
     """
+    with quiet_transformers():
+        return _build(source, device, dtype, seed)
+
+
+def _build(source: HFSource, device: str, dtype: torch.dtype, seed: int) -> Any:
     # float64 has no grouped GEMM.
     model = build_on_meta(source, **({"experts_implementation": "eager"} if dtype == torch.float64 else {}))
     rules = record_init(model)
     materialize_buffers(model)
     adapted = adapt(model).to(dtype)
-    adapted.init_rules = rules
+    parts = adapted.fused_parts
+    adapted.init_rules = rules | {name: PartInit(fused=rules[part.name], part=part) for name, part in parts.items()}
     if device != "meta":
         buffers = {name: buffer.clone() for name, buffer in adapted.named_buffers()}
         adapted.to_empty(device=device)

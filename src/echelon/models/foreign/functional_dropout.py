@@ -59,9 +59,9 @@ class CounterDropoutCalls(TorchFunctionMode):
 def _drop(site: Dropout, x: Tensor) -> Tensor:
     """Drop values of [rows, tokens, ...], also where a layer has made one dimension of both."""
     rows = len(site.stream.samples) if site.stream.samples is not None else len(x)
-    if len(x) == rows or len(x) % rows:
-        return site(x)
-    return site(x.unflatten(0, (rows, -1))).flatten(0, 1)
+    is_flat = len(x) != rows and len(x) % rows == 0
+    out: Tensor = site(x.unflatten(0, (rows, -1)) if is_flat else x)
+    return out.flatten(0, 1) if is_flat else out
 
 
 def dropout_probability(func: Any, args: Any, kwargs: Any) -> tuple[float, dict[str, Any]]:
@@ -112,6 +112,7 @@ def add_sites(module: nn.Module, probabilities: Iterable[float]) -> None:
 @contextmanager
 def counter_dropout(module: nn.Module) -> Iterator[None]:
     """Run a layer's code with the dropouts of its calls, once they draw by counters."""
-    sites = list(getattr(module, SITES, ()))
+    own: Iterable[nn.Module] | None = getattr(module, "called_dropouts", None)
+    sites = list(own if own is not None else getattr(module, SITES, ()))
     with CounterDropoutCalls(sites) if sites and isinstance(sites[0], Dropout) else nullcontext():
         yield

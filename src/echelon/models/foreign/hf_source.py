@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,9 +90,25 @@ def read_hf_source(model: str) -> HFSource:
     raise ValidationError(issues)
 
 
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Hide the progress bars and notices of transformers: a run prints its own."""
+    from transformers.utils import logging
+
+    level, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if had_bars:
+            logging.enable_progress_bar()
+
+
 def _is_known(model_type: str) -> bool:
     if importlib.util.find_spec("transformers") is None:
         return True
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers import CONFIG_MAPPING
 
-    return model_type in CONFIG_MAPPING_NAMES
+    return model_type in CONFIG_MAPPING

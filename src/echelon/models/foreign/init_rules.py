@@ -154,7 +154,7 @@ def _compute(model: Any, name: str) -> Tensor:
 
 
 def materialize_buffers(model: Any) -> None:
-    """Give the buffers of a model on the meta device their values: tables of positions, frequencies, biases of gates."""
+    """Give the buffers of a model on the meta device their values: frequencies, tables of positions, biases."""
     for module in model.modules():
         names = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
         for name in names:

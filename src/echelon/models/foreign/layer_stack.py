@@ -1,4 +1,4 @@
-"""The layers of a transformers model, found by running it once on the meta device, and run one by one.
+"""The layers of a transformers model and what surrounds them, run one by one (layer_probe.py finds them).
 
 [Note: a forward in three parts]
 
@@ -18,24 +18,17 @@ modules.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-
-from echelon.models.foreign.functional_dropout import RecordDropoutCalls
 
 Call = Callable[..., Any]
-PROBE_ATTENTION = "echelon_shapes_only"
-PROBE_ROWS, PROBE_TOKENS = 2, 6
 
 
-class _LayersReached(Exception):  # noqa: N818: not an error, but the end of a part
-    """Ends a forward at a stub."""
+class _LayersReached(Exception):  # noqa: N818
+    """Ends a forward at a stub: no error, but the end of a part."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +70,14 @@ class LayerStack:
     """modules without parameters outside the layers, such as rotary tables, which every stage holds"""
     dropouts: tuple[tuple[float, ...], ...]
     """probabilities of the dropouts that each layer calls as functions, and last of those around the layers"""
+    attention_calls: tuple[Mapping[str, Mapping[str, Any]], ...]
+    """for each layer, the modules that attend through transformers' interface, and the options of their calls"""
+    attention_dropouts: tuple[tuple[int, ...], ...]
+    """for each layer, which of `dropouts` drop attention probabilities"""
+    takes_positions: bool
+    """the model's forward has an argument `position_ids`"""
+    fused: Mapping[str, tuple[int, ...]]
+    """linears of which a layer cuts the output into parts: the parts' sizes (unfuse.py)"""
 
     @property
     def layer_names(self) -> tuple[str, ...]:
@@ -89,7 +90,7 @@ class LayerStack:
         reached: list[Tensor] = []
 
         def first(*args: Any, **kwargs: Any) -> Any:
-            reached.append(_split_hidden(args, kwargs)[0])
+            reached.append(split_hidden(args, kwargs)[0])
             raise _LayersReached
 
         self._run(self._shell(model, [first], {}), inputs)
@@ -100,7 +101,7 @@ class LayerStack:
         calls: list[LayerCall] = []
 
         def keep(*args: Any, **kwargs: Any) -> Any:
-            hidden, call = _split_hidden(args, kwargs)
+            hidden, call = split_hidden(args, kwargs)
             calls.append(call)
             if len(calls) == self.num_layers:
                 raise _LayersReached
@@ -113,7 +114,7 @@ class LayerStack:
         """Return the model's output for the hidden states after the last layer."""
 
         def pass_on(*args: Any, **kwargs: Any) -> Any:
-            given = _split_hidden(args, kwargs)[0]
+            given = split_hidden(args, kwargs)[0]
             return (given, None) if self.returns_tuple else given
 
         def last(*_args: Any, **_kwargs: Any) -> Any:
@@ -198,7 +199,7 @@ def _shallow_copy(module: nn.Module | None) -> nn.Module:
     return copied
 
 
-def _split_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, LayerCall]:
+def split_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, LayerCall]:
     """The hidden states, and the rest of a layer's arguments."""
     if args:
         return args[0], LayerCall(args[1:], kwargs, by_keyword=False)
@@ -206,163 +207,6 @@ def _split_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Ten
     return kwargs["hidden_states"], LayerCall((), others, by_keyword=True)
 
 
-# -- finding the layers -----------------------------------------------------------------------------------------------
-
-
-def find_layer_stack(model: nn.Module) -> LayerStack:
-    """Find the layers of a model on the meta device, by one forward of it, which changes nothing.
-
-    Raises ValueError where there is no list of layers that the model calls one after another.
-    """
-    candidates = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and any(True for _ in module.parameters())
-    ]
-    outermost = [(n, m) for n, m in candidates if not any(n.startswith(other + ".") for other, _ in candidates)]
-    if not outermost:
-        raise ValueError(f"{type(model).__name__} has no list of layers, so that its layers cannot be divided")
-    path, layers = max(outermost, key=lambda found: sum(p.numel() for p in found[1].parameters()))
-    record = _Probe(model, path, len(layers))
-    record.run()
-    if record.layer_calls != list(range(len(layers))):
-        raise ValueError(f"{type(model).__name__} does not call {path} one after another ({record.layer_calls[:8]})")
-    return LayerStack(
-        path=path,
-        num_layers=len(layers),
-        returns_tuple=record.returns_tuple,
-        before=tuple(record.before),
-        after=tuple(record.after),
-        added_sizes=record.added_sizes,
-        attributes=tuple(_plain_attributes(layer) for layer in layers),
-        hidden_size=record.hidden_size,
-        tables=tuple(_without_parameters(model, path)),
-        dropouts=tuple(map(tuple, record.dropouts)),
-    )
-
-
-def _without_parameters(model: nn.Module, path: str) -> Iterator[str]:
-    """Names of the outermost modules without parameters, but for those of the layers."""
-    outer: list[str] = []
-    for name, module in model.named_modules():
-        inside = name == path or any(name.startswith(f"{other}.") for other in (path, *outer))
-        if name and not inside and not any(True for _ in module.parameters()):
-            outer.append(name)
-            yield name
-
-
-def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    plain = (int, float, str, bool, type(None))
-    return {key: value for key, value in vars(module).items() if isinstance(value, plain) and not key.startswith("_")}
-
-
-class _Probe:
-    """The order in which a model calls its layers and the modules around them."""
-
-    def __init__(self, model: nn.Module, path: str, num_layers: int):
-        self.model, self.path, self.num_layers = model, path, num_layers
-        self.layer_calls: list[int] = []
-        self.before: list[str] = []
-        self.after: list[str] = []
-        self.added_sizes: dict[str, int] = {}
-        self.returns_tuple, self.hidden_size = False, 0
-        self.dropouts: list[list[float]] = []
-
-    def run(self) -> None:
-        handles = []
-        inner = f"{self.path}."
-        for name, module in self.model.named_modules():
-            if name.startswith(inner):
-                index = name.removeprefix(inner)
-                if index.isdigit():
-                    handles.append(module.register_forward_pre_hook(self._before_layer))
-                    handles.append(module.register_forward_hook(self._after_layer(int(index)), with_kwargs=True))
-            elif any(True for _ in module.parameters(recurse=False)):
-                handles.append(module.register_forward_hook(self._after_other(name)))
-        quiet_dropouts(self.model)
-        try:
-            self._forward()
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _forward(self) -> None:
-        register_shapes_only_attention()
-        tokens = torch.zeros(PROBE_ROWS, PROBE_TOKENS, dtype=torch.int64, device="meta")
-        config: Any = self.model.config
-        error = None
-        # Masks of known attention read values, which tensors on meta do not have; masks of another are left out.
-        for attention in (PROBE_ATTENTION, config._attn_implementation):
-            self.layer_calls, self.before, self.after, self.added_sizes = [], [], [], {}
-            self.recorder, self.dropouts = RecordDropoutCalls(), [[] for _ in range(self.num_layers + 1)]
-            try:
-                with torch.no_grad(), self.recorder, implementations(config, attention=attention, experts="batched_mm"):
-                    self.model.forward_as_written(input_ids=tokens, use_cache=False)  # type: ignore[operator]
-                self.dropouts[-1] += self.recorder.calls
-                return
-            except Exception as raised:  # whatever a model's code raises without values
-                error = error or raised
-        raise ValueError(f"{type(self.model).__name__} cannot run without values ({error})") from error
-
-    def _before_layer(self, _module: nn.Module, _args: Any) -> None:
-        self.dropouts[-1] += self.recorder.calls
-        self.recorder.calls = []
-
-    def _after_layer(self, index: int) -> Callable[..., None]:
-        def hook(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            self.layer_calls.append(index)
-            self.dropouts[index], self.recorder.calls = self.recorder.calls, []
-            self.returns_tuple = isinstance(output, tuple)
-            self.hidden_size = _split_hidden(args, kwargs)[0].shape[-1]
-
-        return hook
-
-    def _after_other(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            part = self.after if self.layer_calls else self.before
-            part.append(name)
-            if part is self.before and not (args and isinstance(args[0], Tensor) and args[0].shape == output.shape):
-                self.added_sizes[name] = int(output.shape[-1])
-
-        return hook
-
-
-@contextmanager
-def implementations(config: Any, *, attention: str = "", experts: str = "") -> Iterator[None]:
-    """Choose how a model of transformers computes attention and experts, for a while."""
-    wanted = {"_attn_implementation": attention, "_experts_implementation": experts}
-    wanted = {key: value for key, value in wanted.items() if value and hasattr(config, key)}
-    before = {key: getattr(config, key) for key in wanted}
-    for key, value in wanted.items():
-        setattr(config, key, value)
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            setattr(config, key, value)
-
-
-def quiet_dropouts(model: nn.Module) -> None:
-    """Make the dropout modules of a model that is thrown away do nothing, so that only calls of functions count."""
-    for module in model.modules():
-        for name, child in module.named_children():
-            if isinstance(child, nn.Dropout):
-                quiet: Any = nn.Identity()
-                quiet.p = child.p
-                setattr(module, name, quiet)
-
-
-def shapes_only_attention(
-    _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_args: Any, dropout: float = 0.0, **_kwargs: Any
-) -> tuple[Tensor, None]:
-    """Attention for the probe: a result of the right shape, by the function that will drop probabilities."""
-    repeat = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
-    out = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
-    return out.transpose(1, 2), None
-
-
-def register_shapes_only_attention() -> None:
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(PROBE_ATTENTION, shapes_only_attention)
+def own_class(model: nn.Module) -> Any:
+    """The class of transformers that an adapted model had."""
+    return type(model).__bases__[-1]

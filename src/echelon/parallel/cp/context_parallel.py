@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from echelon.layout import Layout
 from echelon.models.attention import AttentionContext, CoreAttention
+from echelon.models.foreign.causal_lm import ForeignCausalLM
 from echelon.models.model_config import IGNORE_INDEX
 from echelon.parallel.comm.mesh_axis import SINGLE_RANK, MeshAxes, MeshAxis
 from echelon.parallel.cp import ulysses
@@ -38,6 +39,8 @@ def apply_context_parallel(context: TransformContext) -> None:
     model, layout = context.model, context.layout
     if layout.cp == 1:
         return
+    if isinstance(model, ForeignCausalLM):
+        model.use_core_attention()
     cores = [module for module in model.modules() if isinstance(module, CoreAttention)]
     arguments = inspect.signature(model.forward).parameters
     missing = [] if cores else ["its attention must be the module echelon.CoreAttention"]

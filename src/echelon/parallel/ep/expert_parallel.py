@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from echelon.layout.placement import DimSplit
 from echelon.moe.moe_layer import MoELayer
+from echelon.parallel.ep.foreign_dispatch import apply_foreign_experts
 from echelon.parallel.ep.token_dispatch import AllToAllTokenDispatcher
 from echelon.parallel.tp.tensor_parallel import ModuleSplitter
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 def apply_expert_parallel(context: TransformContext) -> None:
     """Give every MoE layer a token dispatcher, and split its experts over ep and etp."""
     model, layout, axes = context.model, context.layout, context.axes
+    if apply_foreign_experts(context):
+        return
     moe_layers = {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}
     _check(type(model).__name__, layout, has_experts=bool(moe_layers))
     if not moe_layers or layout.ep * layout.etp * layout.cp * layout.tp == 1:

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from echelon.layout import Layout
 from echelon.layout.collective import Collective
 from echelon.layout.placement import DimSplit, LogicalParam
+from echelon.models.foreign.causal_lm import ForeignCausalLM
 from echelon.models.tp_splits import get_tp_split
 from echelon.parallel.comm.mesh_axis import MeshAxis
 from echelon.parallel.tp import cost
@@ -59,9 +60,16 @@ def apply_tensor_parallel(context: TransformContext) -> None:
     model, layout, axes = context.model, context.layout, context.axes
     if layout.tp == 1:
         return
-    context.params, context.tp_boundary = shard_modules(
-        model, context.params, get_tp_split(model), axes["tp"], sequence_parallel=bool(layout.sp)
-    )
+    if isinstance(model, ForeignCausalLM):
+        from echelon.parallel.tp import foreign_parallel  # imports this module
+
+        context.params, context.tp_boundary = foreign_parallel.shard_foreign_model(
+            model, context.params, axes["tp"], sequence_parallel=bool(layout.sp)
+        )
+    else:
+        context.params, context.tp_boundary = shard_modules(
+            model, context.params, get_tp_split(model), axes["tp"], sequence_parallel=bool(layout.sp)
+        )
     context.add_partial_grad_axes()
 
 
@@ -80,7 +88,7 @@ def shard_modules(
     model: nn.Module, params: Iterable[LogicalParam], table: RoleTable, axis: MeshAxis, *, sequence_parallel: bool
 ) -> tuple[list[LogicalParam], RegionBoundary]:
     """Replace the modules of a one-device model by those of one rank of `axis`, and split their parameters."""
-    boundary: RegionBoundary = SequenceParallelBoundary(axis) if sequence_parallel else FullSequenceBoundary(axis)
+    boundary = make_boundary(axis, sequence_parallel=sequence_parallel)
     roles = match_roles(model, table)
     if sequence_parallel and "vocabulary" not in roles.values():
         raise ValueError(
@@ -89,6 +97,10 @@ def shard_modules(
         )
     splitter = _TensorParallelSplitter(model, params, boundary, sequence_parallel)
     return splitter.apply_roles(roles, splitter.actions()), boundary
+
+
+def make_boundary(axis: MeshAxis, *, sequence_parallel: bool) -> RegionBoundary:
+    return SequenceParallelBoundary(axis) if sequence_parallel else FullSequenceBoundary(axis)
 
 
 def match_roles(model: nn.Module, table: RoleTable) -> dict[str, str]:

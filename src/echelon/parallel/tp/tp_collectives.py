@@ -46,9 +46,9 @@ class FullSequenceBoundary:
     def leave(self, x: Tensor) -> Tensor:
         def reduce(x: Tensor) -> Tensor:
             # The GEMM that produced x does not save it, so it may be reduced in place, and unknown to autograd
-            # (`.data`), which cannot follow an in-place change of a custom function's output.
-            self.axis.all_reduce(x.data)
-            return x.view_as(x)
+            # (`.data`), which cannot follow an in-place change of a custom function's output. The result is no view
+            # of x, so that a model may change it in place.
+            return self.axis.all_reduce(x.data)
 
         return with_backward(x, reduce, lambda dy: dy)
 

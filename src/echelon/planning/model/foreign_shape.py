@@ -8,8 +8,6 @@ What an operator saves may grow with the sequence (scores, masks), so the trace 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +16,7 @@ import torch
 
 from echelon.layout.validation_error import ValidationError
 from echelon.models.foreign.causal_lm import adapt, build_on_meta
-from echelon.models.foreign.hf_source import HF_PREFIX, HFSource
+from echelon.models.foreign.hf_source import HF_PREFIX, HFSource, quiet_transformers
 from echelon.models.foreign.init_rules import materialize_buffers
 from echelon.planning.model.model_shape import ModelShape, default_seq_len
 from echelon.planning.model.trace_module import (
@@ -42,7 +40,7 @@ def is_transformers_model(model: Any) -> bool:
 def hf_dir_shape(source: HFSource, *, seq_len: int = 0, precision: str = "bf16") -> ModelShape:
     """The shape of `hf:DIR` from its config.json, for sequences of `seq_len` tokens, by default the model's."""
     spec = f"{HF_PREFIX}{source.folder}"
-    with _without_advice():
+    with quiet_transformers():
         try:
             model = build_on_meta(source)
             materialize_buffers(model)
@@ -54,7 +52,7 @@ def hf_dir_shape(source: HFSource, *, seq_len: int = 0, precision: str = "bf16")
 
 def hf_model_shape(model: nn.Module, *, seq_len: int = 0, precision: str = "bf16") -> ModelShape:
     """The shape of an instance of a class of transformers, which is not changed."""
-    with _without_advice():
+    with quiet_transformers():
         return _shape(model, type(model).__name__, seq_len, precision)
 
 
@@ -75,16 +73,3 @@ def _trace(model: nn.Module, name: str, seq_len: int, precision: str) -> ModelSh
         return trace_copy(copied, {"tokens": tokens, "targets": tokens}, name)
     except Exception as error:
         raise refuse_trace(name, error) from error
-
-
-@contextmanager
-def _without_advice() -> Iterator[None]:
-    """Silence what transformers logs of configurations and of missing kernels."""
-    from transformers import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)

@@ -10,6 +10,7 @@ from echelon.config.run_config import Config
 from echelon.layout import Layout, ValidationError, grammar
 from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.models import user_model
+from echelon.models.foreign.hf_source import is_hf_model
 from echelon.planning.search.layout_search import search_plans
 from echelon.training.run.auto_layout import plan_request_of
 
@@ -79,7 +80,7 @@ def plan_layout_change(
 
 def _candidate_layouts(config: Config, ranks: int) -> Iterator[tuple[str, float | None]]:
     """Yield (layout, predicted step time), best first."""
-    if user_model.is_user_model(config.model):
+    if user_model.is_user_model(config.model) or is_hf_model(config.model):
         yield from ((layout, None) for layout in _user_model_layouts(config.layout, ranks))
         return
     try:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from echelon.layout import Layout
 from echelon.layout.collective import Collective
 from echelon.layout.layout import ASYNC_SCHEDULES
+from echelon.models.foreign.causal_lm import ForeignCausalLM
+from echelon.models.foreign.foreign_experts import ForeignExperts
 from echelon.moe.moe_layer import MoELayer
 from echelon.parallel.comm.mesh_axis import PendingWork
 from echelon.parallel.parallel_model import ParallelModel
@@ -23,6 +25,8 @@ from echelon.training.step_result import start_host_copy
 
 def experts_per_moe_layer(model: nn.Module, layout: Layout) -> dict[str, int]:
     """Return the number of experts of each MoE layer of the full model, before stages keep their parts."""
+    if isinstance(model, ForeignCausalLM):
+        return {name: part.all_experts for name, part in model.named_modules() if isinstance(part, ForeignExperts)}
     gates = {name: part.gate for name, part in model.named_modules() if isinstance(part, MoELayer)}
     by_load = [name for name, gate in gates.items() if gate.balances_by_load]
     if by_load and layout.pp > 1 and layout.schedule in ASYNC_SCHEDULES:
@@ -33,14 +37,24 @@ def experts_per_moe_layer(model: nn.Module, layout: Layout) -> dict[str, int]:
     return {name: gate.num_experts for name, gate in gates.items()}
 
 
+def _count_axes(parallel: ParallelModel) -> str:
+    """Return the axes of ranks that count different tokens or layers. Experts of foreign models count local tokens."""
+    layout = parallel.layout
+    names = ["pp"] * (layout.pp > 1) + ["dp"]
+    if isinstance(parallel.model, ForeignCausalLM):
+        names += ["cp"] * (layout.cp > 1) + ["tp"] * (layout.tp > 1 and bool(layout.sp))
+    return "*".join(names)
+
+
 class ExpertLoadCounter:
     """Counts the load of all MoE layers, on this rank and on others."""
 
     def __init__(self, parallel: ParallelModel, num_experts: dict[str, int]):
         self.num_experts = num_experts
-        self.local_layers = {name: part for name, part in parallel.model.named_modules() if isinstance(part, MoELayer)}
+        kinds = (MoELayer, ForeignExperts)
+        self.local_layers = {name: part for name, part in parallel.model.named_modules() if isinstance(part, kinds)}
         self.row_width = max(num_experts.values(), default=0) + 1
-        self.axis = parallel.axes.get_or_add("pp*dp" if parallel.layout.pp > 1 else "dp") if num_experts else None
+        self.axis = parallel.axes.get_or_add(_count_axes(parallel)) if num_experts else None
         self.device = parallel.options.device
         self.last_table: Tensor | None = None
         """[layers, E + 1] of the last step, on the device"""

@@ -14,6 +14,7 @@ from echelon.input_file import InputFileError, read_json
 from echelon.launch.world import local_world_size, under_launcher
 from echelon.layout import ValidationError, ValidationIssue
 from echelon.models import model_config, user_model
+from echelon.models.foreign.hf_source import is_hf_model
 from echelon.optim import cost
 from echelon.planning.cluster.cluster import Cluster, NodeGroup, local_cluster
 from echelon.planning.explain.reasons import explain_infeasible
@@ -108,6 +109,8 @@ def plan_request_of(config: Config, ranks: int | None) -> PlanRequest:
     if user_model.is_user_model(config.model):
         shape = resolve_shape(config.model)  # traced
         return replace(plan_request_on(config, shape, cluster), seq_len=max(1, shape.traced_seq_len))
+    if is_hf_model(config.model):
+        return plan_request_on(config, resolve_shape(config.model), cluster)
     model = config.override_model(model_config.find_model(config.model))
     return plan_request_on(config, config_shape(model), cluster)
 

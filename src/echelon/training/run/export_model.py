@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.checkpoint.checkpoint_index import INDEX_FILE, CheckpointError
-from echelon.checkpoint.full_tensor import full_tensors
+from echelon.checkpoint.full_tensor import FullTensor, full_tensors
 from echelon.checkpoint.hf.convert_model import NativeModel
 from echelon.checkpoint.load import find_step, open_index
 from echelon.checkpoint.storage import STEP_DIR_PATTERN, open_storage
@@ -21,7 +23,23 @@ def is_run_or_checkpoint(source: str) -> bool:
     return (Path(source) / INDEX_FILE).is_file() or (parse_resume_path(source)[0] / "config.toml").is_file()
 
 
-def load_trained_model(source: str, *, ema: bool = False) -> NativeModel:
+@dataclass(frozen=True)
+class TrainedModel:
+    """The configuration of a run, and the tensors of one of its checkpoints."""
+
+    config: Config
+    tensors: Mapping[str, FullTensor]
+
+    @property
+    def native(self) -> NativeModel:
+        config = self.config
+        if user_model.is_user_model(config.model):
+            raise ValueError(f"Hugging Face has no architecture for a custom model (model={config.model})")
+        model_type = read_model_dir(Path(config.model)).model_type if is_model_dir(config.model) else ""
+        return SavedModel(config=configured_model(config), model_type=model_type), self.tensors
+
+
+def load_trained_model(source: str, *, ema: bool = False) -> TrainedModel:
     """Load the model from a run's newest checkpoint, or from a given checkpoint; with `ema` its averaged weights."""
     path, step = Path(source), None
     if match := STEP_DIR_PATTERN.fullmatch(path.name):
@@ -32,11 +50,8 @@ def load_trained_model(source: str, *, ema: bool = False) -> NativeModel:
     step = find_step(storage, step)
     index = open_index(storage, step)
     config = Config.from_toml(index.fact("config", str, ""))
-    if user_model.is_user_model(config.model):
-        raise ValueError(f"Hugging Face has no architecture for a custom model (model={config.model})")
     weights = "average." if ema else "model."
     tensors = full_tensors(storage, step, index, {weights: "", "buffer.": ""})
     if ema and not any(name.startswith(weights) for name in index.tensors):
         raise CheckpointError(f"the run has no averaged weights ({address}); train with optimizer.ema")
-    model_type = read_model_dir(Path(config.model)).model_type if is_model_dir(config.model) else ""
-    return SavedModel(config=configured_model(config), model_type=model_type), tensors
+    return TrainedModel(config, tensors)

@@ -1,0 +1,292 @@
+"""Finds the regions of a foreign model's layers that tensor parallelism can split, and proves each plan.
+
+[Note: how a region is found]
+
+1. A layer runs once, in float64 with random weights and a few tokens. Each child that has two linears or more and no
+   matrices beside them is a candidate; so are the linears that the layer calls itself.
+2. The last linear that a candidate calls is its row. Linears that feed no other linear but the row are its columns:
+   gate and up; q, k and v; the second projections of latent attention. What feeds them stays whole inside.
+3. Code that counts heads or sizes reads them from its own attributes or from the config: these are divided too, first
+   none, then heads, then sizes, then the config's.
+4. Each plan is tried (region_trial.py), and the first that is exact is taken. A candidate without one stays whole:
+   every rank computes all of it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon.models.foreign.causal_lm import ForeignCausalLM
+from echelon.models.foreign.float64_casts import float64_casts
+from echelon.models.foreign.foreign_experts import ForeignExperts
+from echelon.models.foreign.layer_probe import implementations
+from echelon.models.foreign.layer_stack import LayerCall
+from echelon.models.foreign.unfuse import is_linear, output_dim
+from echelon.parallel.tp.region_plan import RegionPlan
+from echelon.parallel.tp.region_trial import RegionCall, is_exact, run_whole
+
+ROWS, TOKENS = 2, 5
+KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
+"""names under which configs have the number of key heads"""
+HEAD_KEYS = ("num_attention_heads", "num_key_value_heads")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DerivedSplit:
+    """What tensor parallelism splits of a foreign model's layers."""
+
+    regions: tuple[RegionPlan, ...]
+    whole: tuple[str, ...]
+    """children of layers with matrices that every rank computes"""
+    expert_layers: tuple[str, ...] = ()
+    """those with experts, which compute token by token"""
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Numbers of heads of a config, on one device and on one of `tp` ranks."""
+
+    queries: int
+    keys: int
+    tp: int
+
+    @property
+    def local_queries(self) -> int:
+        return self.queries // self.tp
+
+    @property
+    def local_keys(self) -> int:
+        return max(self.keys // self.tp, 1)
+
+    def divides(self) -> bool:
+        return self.queries % self.tp == 0 and (self.keys % self.tp == 0 or self.tp % self.keys == 0)
+
+    def local(self, name: str, value: int) -> int | None:
+        """What an attribute becomes on a rank, if it is a number of heads."""
+        if "head" not in name and "group" not in name:
+            return None
+        if name == "num_key_value_groups":
+            return self.local_queries // self.local_keys
+        if value == self.keys and ("kv" in name or "key" in name):
+            return self.local_keys
+        return self.local_queries if value == self.queries else self.local_keys if value == self.keys else None
+
+
+def derive_split(model: ForeignCausalLM, tp: int) -> DerivedSplit:
+    """Find what `tp` ranks can split. Every rank finds the same: the weights of a trial are those of a fixed seed."""
+    config: Any = model.config
+    queries = int(getattr(config, "num_attention_heads", 0) or 0)
+    keys = next((int(n) for key in KEY_HEADS if (n := getattr(config, key, None))), queries)
+    heads = _Heads(queries, keys, tp)
+    with implementations(config, experts="eager"):  # the others have no float64
+        return _derive(model, _layer_calls(model), heads)
+
+
+def _derive(model: ForeignCausalLM, calls: list[LayerCall], heads: _Heads) -> DerivedSplit:
+    found: dict[str, tuple[list[RegionPlan], list[str]]] = {}
+    regions: list[RegionPlan] = []
+    whole: list[str] = []
+    for name, call in zip(model.layer_stack.layer_names, calls, strict=True):
+        layer = model.get_submodule(name)
+        kind = _signature(layer, call)
+        if kind not in found:
+            found[kind] = _split_layer(layer, call, model.layer_stack.hidden_size, heads)
+        plans, others = found[kind]
+        regions += [plan.at(f"{name}.{plan.module}".rstrip(".")) for plan in plans]
+        whole += [f"{name}.{other}" for other in others]
+    moe = [
+        name for name in whole if any(isinstance(part, ForeignExperts) for part in model.get_submodule(name).modules())
+    ]
+    return DerivedSplit(
+        regions=tuple(regions), whole=tuple(name for name in whole if name not in moe), expert_layers=tuple(moe)
+    )
+
+
+def _layer_calls(model: ForeignCausalLM) -> list[LayerCall]:
+    like = torch.zeros(ROWS, TOKENS, model.layer_stack.hidden_size, dtype=torch.float64)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), float64_casts(torch.float64):
+            return model.layer_stack.contexts(model, like)
+    finally:
+        model.train(was_training)
+
+
+def _signature(layer: nn.Module, call: LayerCall) -> str:
+    """Equal for layers with equal plans."""
+    shapes = [(name, tuple(p.shape)) for name, p in layer.named_parameters()]
+    classes = [(name, type(module).__name__) for name, module in layer.named_modules()]
+    plain = [
+        (key, value)
+        for module in layer.modules()
+        for key, value in vars(module).items()
+        if isinstance(value, int | float | str) and key != "layer_idx"
+    ]
+    return repr((shapes, classes, plain, sorted(call.kwargs)))
+
+
+def _split_layer(layer: nn.Module, call: LayerCall, width: int, heads: _Heads) -> tuple[list[RegionPlan], list[str]]:
+    """The plans of one layer, and its children that stay whole; names are relative to the layer."""
+    local = _random_copy(layer)
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(ROWS, TOKENS, width, dtype=torch.float64, generator=generator)
+    entered: dict[str, RegionCall] = {}
+    handles = [
+        child.register_forward_pre_hook(_record_call(entered, name), with_kwargs=True)
+        for name, child in local.named_children()
+    ]
+    with torch.no_grad(), float64_casts(torch.float64):
+        call.run(local, hidden)
+    for handle in handles:
+        handle.remove()
+    plans: list[RegionPlan] = []
+    whole: list[str] = []
+    for name, child in local.named_children():
+        if name not in entered or is_linear(child) or not any(p.dim() > 1 for p in child.parameters()):
+            continue
+        plan = _first_exact(child, entered[name], heads) if _has_only_linears(child) else None
+        if plan is None:
+            whole.append(name)
+        else:
+            plans.append(plan.at(name))
+    own = [name for name, child in local.named_children() if is_linear(child)]
+    if own:
+        args = (hidden, *call.args) if not call.by_keyword else ()
+        kwargs = dict(call.kwargs) if args else {**call.kwargs, "hidden_states": hidden}
+        plan = _first_exact(local, RegionCall(args, kwargs), heads, own)
+        if plan is not None:
+            plans.append(plan)
+    return plans, whole
+
+
+def _record_call(entered: dict[str, RegionCall], name: str) -> Any:
+    def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+        entered[name] = RegionCall(args, kwargs)
+
+    return hook
+
+
+def _random_copy(layer: nn.Module) -> nn.Module:
+    """A copy with random float64 weights, whatever device the layer is on. Vectors are near one, as norms are."""
+    generator = torch.Generator().manual_seed(1)
+    memo: dict[int, Any] = {}
+    for p in layer.parameters():
+        values = torch.randn(p.shape, dtype=torch.float64, generator=generator)
+        memo[id(p)] = nn.Parameter(values / p.shape[-1] ** 0.5 if p.dim() > 1 else 1 + 0.3 * values)
+    copied = copy.deepcopy(layer, memo)
+    for module in copied.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                setattr(module, name, buffer.to("cpu", torch.float64))
+    return copied.eval()
+
+
+def _has_only_linears(module: nn.Module) -> bool:
+    others = [child for child in module.modules() if not is_linear(child)]
+    return not any(p.dim() > 1 for child in others for p in child.parameters(recurse=False))
+
+
+def _first_exact(module: nn.Module, call: RegionCall, heads: _Heads, own: list[str] | None = None) -> RegionPlan | None:
+    """The first plan that is exact; of the module's own linears only, where `own` names them."""
+    with torch.enable_grad():
+        columns, row = _columns_and_row(module, call, own)
+        if not columns:
+            return None
+        whole = run_whole(module, call)
+        for plan in _plans(module, columns, row, heads, enters_at_columns=own is not None):
+            if is_exact(module, call, whole, plan, heads.tp):
+                return plan
+    return None
+
+
+def _columns_and_row(module: nn.Module, call: RegionCall, own: list[str] | None) -> tuple[list[str], str]:
+    """Linears whose outputs no other linear reads but the last, and the last. See [Note: how a region is found]."""
+    inputs: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
+
+    def record(name: str) -> Any:
+        def hook(_module: nn.Module, args: Any, output: Tensor) -> None:
+            inputs[name], outputs[name] = args[0], output
+
+        return hook
+
+    names = [name for name, child in module.named_modules() if is_linear(child) and (own is None or name in own)]
+    handles = [module.get_submodule(name).register_forward_hook(record(name)) for name in names]
+    call.run(module, call.hidden.detach().clone().requires_grad_())
+    for handle in handles:
+        handle.remove()
+    called = list(outputs)
+    if len(called) < 2:
+        return [], ""
+    *before, row = called
+    feeding = {name for name in before if any(_depends(inputs[other], outputs[name]) for other in before)}
+    return [name for name in before if name not in feeding and _depends(inputs[row], outputs[name])], row
+
+
+def _depends(value: Tensor, source: Tensor) -> bool:
+    if not value.requires_grad or not source.requires_grad:
+        return False
+    (grad,) = torch.autograd.grad(value.sum(), source, retain_graph=True, allow_unused=True)
+    return grad is not None
+
+
+def _plans(
+    module: nn.Module, columns: list[str], row: str, heads: _Heads, *, enters_at_columns: bool
+) -> Iterator[RegionPlan]:
+    """Plans to try, the simplest first."""
+    sizes = {name: _outputs(module, name) for name in columns}
+    plain = RegionPlan(
+        module="", columns=dict.fromkeys(columns, heads.tp), row=row, enters_at_columns=enters_at_columns
+    )
+    if all(size % heads.tp == 0 for size in sizes.values()):
+        yield plain
+    if not heads.queries or not heads.divides():
+        return
+    head_dim = next((int(n) for m in module.modules() if isinstance(n := vars(m).get("head_dim"), int)), 0)
+    key_size = heads.keys * head_dim
+    parts = {name: min(heads.tp, heads.keys) if size == key_size else heads.tp for name, size in sizes.items()}
+    of_heads = tuple(name for name, p in module.named_parameters() if p.shape == (heads.queries,))
+    with_heads = replace(plain, columns=parts, head_params=of_heads, attributes=_local_heads(module, heads))
+    yield with_heads
+    with_sizes = replace(with_heads, attributes=_local_sizes(module, heads, head_dim, with_heads.attributes))
+    yield with_sizes
+    yield replace(with_sizes, config=dict(zip(HEAD_KEYS, (heads.local_queries, heads.local_keys), strict=True)))
+
+
+def _outputs(module: nn.Module, name: str) -> int:
+    linear: Any = module.get_submodule(name)
+    return int(linear.weight.shape[output_dim(linear)])
+
+
+def _local_heads(module: nn.Module, heads: _Heads) -> dict[str, dict[str, int]]:
+    local: dict[str, dict[str, int]] = {}
+    for name, child in module.named_modules():
+        for key, value in vars(child).items():
+            if type(value) is int and key != "head_dim" and (now := heads.local(key, value)) is not None:
+                local.setdefault(name, {})[key] = now
+    return local
+
+
+def _local_sizes(
+    module: nn.Module, heads: _Heads, head_dim: int, local: Mapping[str, Mapping[str, int]]
+) -> dict[str, dict[str, int]]:
+    """Divide sizes of all heads as well."""
+    found = {name: dict(values) for name, values in local.items()}
+    sizes = {
+        heads.queries * head_dim: heads.local_queries * head_dim,
+        heads.keys * head_dim: heads.local_keys * head_dim,
+    }
+    for name, child in module.named_modules():
+        if is_linear(child):
+            continue
+        for key, value in vars(child).items():
+            if type(value) is int and value in sizes and value > 1 and key not in found.get(name, {}):
+                found.setdefault(name, {})[key] = sizes[value]
+    return found

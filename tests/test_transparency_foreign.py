@@ -1,0 +1,101 @@
+"""Every layout equals one device for classes of transformers, which run unchanged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from foreign_families import CORE_FAMILIES, FAMILIES, MOE_FAMILIES, write_family
+
+from echelon.launch.rank_pool import RankPool
+from echelon.layout import Layout
+from echelon.verification.verifier import TOLERANCE, Verifier
+from echelon.verification.verify_case import VerifyCase
+
+pytest.importorskip("transformers")
+
+DENSE = ("dp=2", "dp=2,zero=3", "tp=2,sp=0", "tp=2", "pp=2,accumulate=2", "dp=2,tp=2,pp=2,zero=1")
+OFTEN = [
+    ("llama", "tp=2"),
+    ("llama", "tp=4,recompute=full"),
+    ("llama", "cp=2,tp=2"),
+    ("llama", "cp=4,cp_kind=ring-ulysses,ulysses=2"),
+    ("gpt2", "dp=2,zero=3,recompute=full"),
+    ("gpt2", "tp=2"),
+    ("gpt2", "dp=2,tp=2,pp=2,zero=1"),
+    ("gpt2", "cp=2,pp=2,accumulate=2"),
+    ("opt", "tp=2"),
+    ("phi3", "tp=2,sp=0"),
+    ("falcon", "tp=2"),
+    ("bloom", "tp=2"),
+    ("gemma3", "pp=2,schedule=interleaved,vpp=2,accumulate=2"),
+    ("gpt_neox", "pp=4,schedule=zb-h1,accumulate=4"),
+    ("deepseek_v3", "dp=2,tp=2,ep=2"),
+    ("gpt_oss", "tp=2,ep=2"),
+    ("mixtral", "dp=2,pp=2,ep=2,accumulate=2"),
+    ("mixtral", "dp=2,cp=2,ep=4,zero=3"),
+    ("qwen3_next", "tp=2"),
+    ("mamba2", "dp=2,tp=2,pp=2,zero=1"),
+]
+
+
+def columns(name: str) -> tuple[str, ...]:
+    """The layouts that a family is verified on."""
+    experts = ("dp=2,ep=2",) if name in MOE_FAMILIES else ()
+    context = ("cp=2",) if name in CORE_FAMILIES else ()
+    return (*DENSE, *context, *experts)
+
+
+def verify(name: str, layout: str, pool: RankPool, folder: Path, *, leave_out: str = "", steps: int = 2) -> bool:
+    case = VerifyCase(model=f"hf:{write_family(name, folder)}", steps=steps, seq_len=17)
+    verdict = Verifier(pool, case, leave_out).verify_layout(Layout.parse(layout))
+    assert not verdict.trouble, verdict.trouble
+    assert verdict.passed == (verdict.max_error <= TOLERANCE), verdict
+    return verdict.passed
+
+
+@pytest.mark.parametrize(("name", "layout"), OFTEN)
+def test_a_foreign_model_computes_what_one_device_does(name: str, layout: str, pool: RankPool, tmp_path: Path) -> None:
+    assert verify(name, layout, pool, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "layout"), [(name, layout) for name in FAMILIES for layout in columns(name)])
+def test_every_family_on_every_axis(name: str, layout: str, pool: RankPool, tmp_path: Path) -> None:
+    assert verify(name, layout, pool, tmp_path, steps=3)
+
+
+LEFT_OUT = [
+    ("tp=2,sp=0", "tp:all_reduce"),
+    ("tp=2", "tp:reduce_scatter"),
+    ("tp=2", "tp:all_gather"),
+    ("tp=2", "tp:all_reduce"),
+]
+
+
+@pytest.mark.parametrize("name", ["phi3", "deepseek_v3"])
+@pytest.mark.parametrize(("layout", "left_out"), LEFT_OUT)
+def test_a_derived_plan_without_a_collective_fails(
+    name: str, layout: str, left_out: str, pool: RankPool, tmp_path: Path
+) -> None:
+    assert not verify(name, layout, pool, tmp_path, leave_out=left_out)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_oss", "mamba2"])
+@pytest.mark.parametrize(("layout", "left_out"), LEFT_OUT)
+def test_more_derived_plans_without_a_collective_fail(
+    name: str, layout: str, left_out: str, pool: RankPool, tmp_path: Path
+) -> None:
+    assert not verify(name, layout, pool, tmp_path, leave_out=left_out)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("mistral", "sliding window"), ("gpt_oss", "sinks"), ("bloom", "interface")]
+)
+def test_sequences_that_cannot_be_divided_are_refused_with_the_reason(
+    name: str, words: str, pool: RankPool, tmp_path: Path
+) -> None:
+    case = VerifyCase(model=f"hf:{write_family(name, tmp_path)}", steps=1, seq_len=17)
+    verdict = Verifier(pool, case).verify_layout(Layout.parse("cp=2"))
+    assert words in verdict.trouble
