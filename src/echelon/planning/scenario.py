@@ -158,7 +158,7 @@ class Scenario(TrainingSetup):
             return f"precision={self.precision} is not supported with tp_kind={self.layout.tp_kind}"
         if not self.is_compatible:
             return "the optimizer and the memory options are incompatible with the layout"
-        return next(iter(unsupported_keys(self.shape, self.layout).values()), "")
+        return next(iter(unsupported_keys(self.shape.name, self.shape.support, self.layout).values()), "")
 
     @property
     def is_compatible(self) -> bool:
@@ -241,7 +241,7 @@ class PlanRequest(TrainingSetup):
                 return False
         if self.plan_only:
             return True
-        if any(key not in self.fixed for key in unsupported_keys(self.shape, layout)):
+        if any(key not in self.fixed for key in unsupported_keys(self.shape.name, self.shape.support, layout)):
             return False
         return self.precision != "fp8" or supports_precision(self.precision, layout)
 

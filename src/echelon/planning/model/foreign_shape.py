@@ -44,6 +44,8 @@ def hf_dir_shape(source: HFSource, *, seq_len: int = 0, precision: str = "bf16")
         try:
             model = build_on_meta(source)
             materialize_buffers(model)
+        except ValidationError:
+            raise
         except Exception as error:  # whatever transformers raises for a configuration
             rule = f"is refused by transformers ({describe_error(error)})"
             raise ValidationError.single("model", spec, rule, hint="correct its config.json") from error
@@ -67,9 +69,12 @@ def _shape(model: Any, name: str, seq_len: int, precision: str) -> ModelShape:
 
 def _trace(model: nn.Module, name: str, seq_len: int, precision: str) -> ModelShape:
     tokens = torch.zeros(TRACED_SEQUENCES, seq_len, dtype=torch.int64, device="meta")
+    copied = copy_without_values(model, dtype=torch.float32 if precision == "fp32" else torch.bfloat16)
     try:
-        copied = copy_without_values(model, dtype=torch.float32 if precision == "fp32" else torch.bfloat16)
         adapt(copied.module)
+    except ValueError as error:  # its layers are not known
+        raise ValidationError.single("model", name, f"cannot be planned: {describe_error(error)}") from error
+    try:
         return trace_copy(copied, {"tokens": tokens, "targets": tokens}, name)
     except Exception as error:
         raise refuse_trace(name, error) from error

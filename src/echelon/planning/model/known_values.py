@@ -1,13 +1,13 @@
 """Values of tensors that do not depend on weights, kept while a model runs without values.
 
-A model may branch on what it computes from its inputs and from sizes: whether positions start anew inside a row, whether
-a mask hides anything, how long the longest row is. Such tensors are small. Their operators run a second time with
-values, so that `bool(tensor)`, `tensor.item()` and shapes that depend on them are what they are in a real run.
+A model may branch on what it computes from its inputs and from sizes: whether positions start anew inside a row,
+whether a mask hides anything, how long the longest row is. Such tensors are small. Their operators run a second time
+with values, so that `bool(tensor)`, `tensor.item()` and shapes that depend on them are what they are in a real run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ MAX_NUMEL = 1 << 20
 
 
 class UnknownValueError(RuntimeError):
-    """A model reads a value that depends on weights."""
+    """A model reads a value that depends on weights or random numbers."""
 
 
 class KnownValues:
@@ -36,15 +36,18 @@ class KnownValues:
     def set(self, tensor: Tensor, value: Tensor) -> None:
         """Keep the value of an input or a buffer, if it is small."""
         if not value.is_meta and value.numel() <= MAX_NUMEL:
-            self._keep(tensor, value.detach().cpu().clone())
+            with without_dispatch_modes():
+                self._keep(tensor, value.detach().cpu().clone())
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator without values, and with values if those of its arguments are known."""
         given = [*iter_tensors(args), *iter_tensors(kwargs.values())]
         is_known = all(self._value(tensor) is not None for tensor in given)
-        if _reads_values(func, args):
+        if func.overloadpacket is torch.ops.aten.index:
+            args = (args[0], self._without_masks(args[1]))
+        elif torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
             if not is_known:
-                raise UnknownValueError(f"{_name(func)} reads a value that depends on weights")
+                raise UnknownValueError(f"{_name(func)} reads a value that depends on weights or random numbers")
             return self._as_unvalued(given, self._run_with_values(func, args, kwargs))
         out = func(*args, **kwargs)
         if is_known and torch.Tag.nondeterministic_seeded not in func.tags:
@@ -59,6 +62,21 @@ class KnownValues:
         if func._schema.is_mutable:
             self._forget(iter_tensors((out,)))
         return out
+
+    def _without_masks(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Replace boolean masks by the indices of what they keep, whose number depends on values."""
+        found: list[Tensor | None] = []
+        for index in indices:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                found.append(index)
+                continue
+            mask = self._value(index)
+            if mask is None:
+                raise UnknownValueError("an index by a mask reads a value that depends on weights or random numbers")
+            with without_dispatch_modes():
+                kept = mask.nonzero(as_tuple=True)
+            found += self._as_unvalued([index], kept)
+        return found
 
     def _run_with_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         def with_value(leaf: Any) -> Any:
@@ -95,13 +113,6 @@ class KnownValues:
     def _forget(self, tensors: Iterable[Tensor]) -> None:
         values = (self._values.get(tensor) for tensor in tensors)
         self._lost.update((storage_key(value), value.untyped_storage()) for value in values if value is not None)
-
-
-def _reads_values(func: Any, args: Any) -> bool:
-    """Whether an operator's result, or the shape of it, depends on values. Indices of rows have a fixed number."""
-    if func.overloadpacket is torch.ops.aten.index:
-        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 
 def _has_values(tensor: Tensor) -> bool:

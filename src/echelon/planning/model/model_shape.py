@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from echelon.planning.model.layer_counts import LayerCounts
+from echelon.planning.model.layout_support import FULL_SUPPORT, ModelSupport
 
 COLUMN_PARALLEL, ROW_PARALLEL, UNSPLIT = "columns", "rows", ""
 ROUTER = "router"
@@ -27,7 +28,7 @@ MAX_DEFAULT_SEQ_LEN = 4096
 
 
 def default_seq_len(max_seq_len: int) -> int:
-    """Tokens of a sequence where the user gives none: as many as the model takes, 0 for any, but not more than 4,096."""
+    """Tokens of a sequence where the user gives none: the model's longest (0: any), at most 4,096."""
     return min(max_seq_len or MAX_DEFAULT_SEQ_LEN, MAX_DEFAULT_SEQ_LEN)
 
 
@@ -177,22 +178,8 @@ class ModelShape:
     top_k: int = 0
     trainable: bool = True
     """there is a model that trains it"""
-    supports_tp: bool = True
-    """a table says how tp splits its modules"""
-    supports_sp: bool = True
-    """the table has an embedding, where sequence parallelism begins"""
-    supports_grids: bool = True
-    """the table divides all that a tensor grid must divide"""
-    tp_row_inputs: tuple[int, ...] = ()
-    """inputs of a traced model's row-parallel GEMMs, which tp must divide"""
-    tp_column_units: tuple[int, ...] = ()
-    """outputs or heads of a traced model's column-parallel GEMMs, which tp must divide or be a multiple of"""
-    supports_cp: bool = True
-    """context parallelism can split its sequences"""
-    supports_pp: bool = True
-    """its pipeline layers are known"""
-    supports_ep: bool = True
-    """its experts can be divided"""
+    support: ModelSupport = FULL_SUPPORT
+    """which layouts `train` has for it"""
     dropout: bool = False
     """also on attention's probabilities, which our models then materialise"""
 

@@ -182,10 +182,14 @@ class OpCounter(torch_dispatch_mode()):  # type: ignore[misc]
 
     def _record_copies(self, operator: Any, given: list[Tensor], made: list[Tensor]) -> None:
         """Note what holds copies: of an expanded tensor, or of what holds copies."""
-        if not made or not (operator in COPIES or any(storage_key(tensor) in self._distinct for tensor in given)):
+        keys = {storage_key(tensor) for tensor in given}
+        if not made or not made[0].is_floating_point() or storage_key(made[0]) in keys:
+            return  # a view shares what is noted of its storage
+        shares = [self._distinct_share(tensor) for tensor in given]
+        if operator not in COPIES and all(share == 1 for share in shares):
             return
-        shares = [self._distinct_share(tensor) * tensor.numel() / max(1, made[0].numel()) for tensor in given]
-        share = sum(shares) if operator is aten.cat else max(shares)
+        sizes = [share * tensor.numel() / max(1, made[0].numel()) for share, tensor in zip(shares, given, strict=True)]
+        share = sum(sizes) if operator is aten.cat else max(sizes)
         if share < 1:
             self._distinct[storage_key(self._hold_storage(made[0]))] = share
 

@@ -29,10 +29,8 @@ from echelon.compat import fake_tensor_mode
 from echelon.layout.validation_error import ValidationError
 from echelon.models import user_model
 from echelon.models.pipeline_model import get_pipeline_model, is_within
-from echelon.models.tp_splits import get_tp_split
-from echelon.parallel.tp.tensor_parallel import match_roles
-from echelon.planning.model.declared_support import model_support
-from echelon.planning.model.model_shape import COLUMN_PARALLEL, ROW_PARALLEL, UNSPLIT, ModelShape
+from echelon.planning.model.declared_support import read_support
+from echelon.planning.model.model_shape import UNSPLIT, ModelShape
 from echelon.planning.model.traced_shape import ModuleCounts, Section, build_shape
 
 if TYPE_CHECKING:
@@ -111,7 +109,8 @@ def trace_copy(module: ModuleCopy, inputs: Mapping[str, Any], name: str) -> Mode
     replace_dropouts(copied)
     sections = _find_sections(copied)
     weights = dict(copied.named_parameters())
-    counter = _make_counter(copied, weights)
+    declared = read_support(copied)
+    counter = _make_counter(weights, declared.splits)
     for key, value in inputs.items():
         if isinstance(value, torch.Tensor):
             given[key] = without_values(value, module.device)
@@ -129,7 +128,8 @@ def trace_copy(module: ModuleCopy, inputs: Mapping[str, Any], name: str) -> Mode
         tokens=tokens,
         seq_len=seq_len,
         width=width // tokens,
-        support=model_support(copied),
+        support=declared.support,
+        is_trainable=declared.is_trainable,
     )
     return build_shape(name, counts)
 
@@ -281,13 +281,8 @@ def _num_elements(values: Iterable[Any]) -> int:
     return sum(value.numel() for value in values if hasattr(value, "numel") and value.dtype.is_floating_point)
 
 
-def _make_counter(module: nn.Module, weights: Mapping[str, Tensor]) -> OpCounter:
+def _make_counter(weights: Mapping[str, Tensor], splits: Mapping[str, str]) -> OpCounter:
+    """A counter of operators; `splits` are by module, those of weights by name."""
     from echelon.planning.model.op_counter import OpCounter
 
-    try:
-        roles = match_roles(module, get_tp_split(module))
-    except ValueError:  # a module without a table is not split
-        roles = {}
-    divided = {"column": COLUMN_PARALLEL, "row": ROW_PARALLEL}
-    splits = {name: divided.get(roles.get(name.rpartition(".")[0], "").partition("/")[0], UNSPLIT) for name in weights}
-    return OpCounter(weights, splits)
+    return OpCounter(weights, {name: splits.get(name.rpartition(".")[0], UNSPLIT) for name in weights})

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from echelon.planning.model.layout_support import ModelSupport
 from echelon.planning.model.model_shape import AttentionShape, LayerShape, MatmulShape, ModelShape
 
 if TYPE_CHECKING:
@@ -43,8 +44,10 @@ class ModuleCounts:
     seq_len: int
     width: int
     """most elements per token between sections"""
-    support: Mapping[str, Any]
-    """fields of the shape: what its modules declare"""
+    support: ModelSupport
+    """what its modules declare"""
+    is_trainable: bool
+    """train accepts its modules"""
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,8 @@ def build_shape(name: str, counts: ModuleCounts) -> ModelShape:
         position_parameters=sum(map(prod, positions)),
         experts=max((gemm.experts for gemm in expert_gemms), default=0),
         top_k=round(max((gemm.token_share for gemm in expert_gemms), default=0)),
-        **counts.support,
+        support=counts.support,
+        trainable=counts.is_trainable,
     )
     return replace(shape, other_parameters=sum(map(prod, counts.weights.values())) - shape.parameters)
 
