@@ -18,6 +18,7 @@ from torch import Tensor
 
 import echelon as ec
 from echelon import rng
+from echelon.config.run_config import Config
 from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 from echelon.layout.validation_error import ValidationError
@@ -35,6 +36,7 @@ from echelon.planning.model.model_sources import config_shape, resolve_shape
 from echelon.planning.model.transformer_shape import transformer_shape
 from echelon.planning.planner import find_plans
 from echelon.planning.scenario import Scenario
+from echelon.training.run.auto_layout import best_plan
 from echelon.verification.verifier import Verifier
 from echelon.verification.verify_case import VerifyCase
 
@@ -277,6 +279,14 @@ def test_the_search_offers_what_runs(folder: Path) -> None:
     assert max(plan.layout.ep for plan in plans) > 1
     (refused,) = ec.plan(f"hf:{folder / 'gpt_oss'}", "2xh100", batch=16, seq_len=SEQ_LEN, layout="cp=2")
     assert refused.reasons[0].startswith("train refuses this layout: the attention of gpt_oss")
+
+
+def test_train_plans_a_directory_itself(folder: Path) -> None:
+    config = Config(model=f"hf:{folder / 'gemma2'}", device="cpu", batch=8, seq_len=SEQ_LEN, dtype="float32")
+    best = best_plan(config, procs=2)
+    assert best.runnable
+    assert best.layout.cp == 1
+    assert (best.scenario.seq_len, best.scenario.shape.traced_seq_len) == (SEQ_LEN, SEQ_LEN)
 
 
 def test_an_instance_is_planned_and_left_as_it_is(folder: Path) -> None:

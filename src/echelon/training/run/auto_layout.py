@@ -110,7 +110,8 @@ def plan_request_of(config: Config, ranks: int | None) -> PlanRequest:
         shape = resolve_shape(config.model)  # traced
         return replace(plan_request_on(config, shape, cluster), seq_len=max(1, shape.traced_seq_len))
     if is_hf_model(config.model):
-        return plan_request_on(config, resolve_shape(config.model), cluster)
+        shape = resolve_shape(config.model, seq_len=config.seq_len, precision=PRECISION_NAMES[config.dtype])
+        return plan_request_on(config, shape, cluster)
     model = config.override_model(model_config.find_model(config.model))
     return plan_request_on(config, config_shape(model), cluster)
 
