@@ -58,7 +58,7 @@ def test_our_models_are_what_the_closed_form_says(name: str) -> None:
     # The first output of each region's products is divided, and everything up to its last product.
     assert {product.split for product in layer.matmuls} == {COLUMN_PARALLEL, ROW_PARALLEL}
     assert layer.saved_elements == pytest.approx(expected.saved_elements, rel=0.03)
-    # Without a kernel, attention's output is saved twice: as it comes, and as the output projection reads it. After RoPE
+    # Without a kernel, attention saves its output twice: as it comes, and as the output projection reads it. After RoPE
     # heads come before tokens, and that is a copy once more.
     assert layer.attention is not None
     copied = layer.attention.heads * layer.attention.value_dim * (2 if name.startswith("llama") else 1)
