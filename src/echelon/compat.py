@@ -94,6 +94,26 @@ def torch_dispatch_mode() -> type:
     return TorchDispatchMode
 
 
+def storage_key(tensor: Tensor) -> int:
+    """The identity of a tensor's storage, while that is alive. Tried on 2.11 and 2.13."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def without_dispatch_modes() -> Any:
+    """A context in which no `TorchDispatchMode` sees operators. Tried on 2.11 and 2.13."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+def fake_tensor_mode() -> Any:
+    """A context in which every tensor has a device and no memory, those that a model makes included. Tried on 2.13."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 def scaled_mm(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype, out: Tensor | None
 ) -> Tensor:

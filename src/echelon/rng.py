@@ -338,19 +338,26 @@ class RandomDraws(RandomSite):
 UNSUPPORTED_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
+def unsupported_dropouts(model: nn.Module) -> list[str]:
+    """Name the modules that draw random masks in another way than `nn.Dropout`."""
+    unsupported = []
+    for path, module in model.named_modules():
+        inside = isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0
+        if inside or (isinstance(module, UNSUPPORTED_DROPOUTS) and module.p > 0):
+            unsupported.append(f"{path or 'the model'} ({type(module).__name__})")
+    return unsupported
+
+
 def attach_stream(model: nn.Module, stream: RandomStream) -> int:
     """Replace every `nn.Dropout` of a module tree by a `Dropout`, and bind every unbound `RandomDraws` to the stream.
     The site is the qualified name. Returns the number of modules.
 
     Modules that draw random masks in another way are rejected: their masks would change with the layout.
     """
-    unsupported = []
+    unsupported = unsupported_dropouts(model)
     dropouts: list[tuple[nn.Module, str, nn.Dropout, str]] = []
     draws = {path: m for path, m in model.named_modules() if isinstance(m, RandomDraws) and m.stream is None}
     for path, module in model.named_modules():
-        inside = isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0
-        if inside or (isinstance(module, UNSUPPORTED_DROPOUTS) and module.p > 0):
-            unsupported.append(f"{path or 'the model'} ({type(module).__name__})")
         for name, child in module.named_children():
             if isinstance(child, nn.Dropout):
                 dropouts.append((module, name, child, f"{path}.{name}" if path else name))

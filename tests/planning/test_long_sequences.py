@@ -134,8 +134,8 @@ class Plain(nn.Module):
 
 def test_only_models_that_support_cp_get_it():
     inputs = {"tokens": torch.zeros(2, 16, dtype=torch.int64)}
-    assert not trace_module(Plain(), inputs).supports_cp
-    assert trace_module(Plain(core=CoreAttention()), inputs).supports_cp
+    assert not trace_module(Plain(), inputs).support.cp
+    assert trace_module(Plain(core=CoreAttention()), inputs).support.cp
 
 
 class Declared(Plain):
@@ -159,7 +159,7 @@ def test_only_models_that_declare_tp_and_pp_get_them(declared):
     """A plan with tp=2 was marked as runnable, and `train` refused it."""
     inputs = {"tokens": torch.zeros(2, 16, dtype=torch.int64)}
     shape = trace_module(Declared() if declared else Plain(), inputs)
-    assert (shape.supports_tp, shape.supports_pp) == (declared, declared)
+    assert (shape.support.tp, shape.support.pp) == (declared, declared)
     asked = PlanRequest(shape=shape, cluster=cluster.parse_cluster("8xh100"), batch=64, seq_len=16)
     layouts = list(all_layouts(asked))
     assert any(layout.dp > 1 for layout in layouts)

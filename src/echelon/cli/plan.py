@@ -25,13 +25,15 @@ echelon plan llama-70b --cluster 64xh100 --layout tp=8,pp=4,schedule=zb-v,accumu
 echelon plan mixtral-8x7b --cluster 64xh100 --fix ep=8 --imbalance 1.5\n
 echelon plan llama-405b --cluster 16384xh100 --batch 2048 --seq-len 8192 --goodput\n
 echelon plan llama-70b --cluster 64xa100-80 --program megatron\n
-echelon plan config.json --cluster 12xa100-80:eth --objective cost --json
+echelon plan config.json --cluster 12xa100-80:eth --objective cost --json\n
+echelon plan hf:my-model --cluster 8xh100 --batch 64
 """
 
 
 def command(
     model: Annotated[
-        str, typer.Argument(help="A named size, a Hugging Face config.json, or file.py:factory of a custom model.")
+        str,
+        typer.Argument(help="A named size, a Hugging Face config.json, hf:DIR, or file.py:factory of a custom model."),
     ],
     cluster: Annotated[
         str, typer.Option(help="Devices: 8xh100, 64xa100-80:eth, 8xh100+8xa100-80, a TOML file, or here.")
@@ -52,8 +54,8 @@ def command(
     plan_only: Annotated[
         bool,
         typer.Option(
-            help="Also rank what train refuses (fp8 with tp grids, cp of a custom model without "
-            "CoreAttention), and cp down to 1,024 tokens per rank."
+            help="Also rank what train refuses (fp8 with tp grids, cp of a model whose "
+            "attention cannot be divided), and cp down to 1,024 tokens per rank."
         ),
     ] = False,
     tokens: Annotated[float, optional("Estimate days and dollars for this number of tokens: 1e12.")] = 0.0,

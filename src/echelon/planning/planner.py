@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from echelon.layout import check_layout, grammar
 from echelon.layout.validation_error import ValidationError, ValidationIssue, did_you_mean
@@ -20,15 +20,17 @@ from echelon.planning.explain.baselines import Baseline, price_baselines
 from echelon.planning.explain.reasons import explain_infeasible, explain_plan, training_cost
 from echelon.planning.explain.replicated_stages import ReplicatedStages, replicated_stages
 from echelon.planning.memory_options import MemoryOptions
-from echelon.planning.model.model_shape import ModelShape
+from echelon.planning.model.model_shape import ModelShape, default_seq_len
 from echelon.planning.model.model_sources import resolve_shape
 from echelon.planning.priced_plan import Plan, price
 from echelon.planning.scenario import DEFAULT_MEMORY_OPTIONS, NUM_MOMENTS, OBJECTIVES, PlanRequest
 from echelon.planning.search.layout_search import least_memory_plan, search_plans
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
 T = TypeVar("T")
 PRECISIONS = ("bf16", "fp16", "fp8", "fp4", "fp32")
-MAX_DEFAULT_SEQ_LEN = 4096
 DEFAULT_SEQUENCES_PER_DEVICE = 16
 
 
@@ -47,9 +49,10 @@ class PlanResult:
     """what PipeDream's optimizer would choose, if the best plan is PipeDream's schedule"""
 
 
-def plan(model: str, cluster: str = "here", **options: Any) -> list[Plan]:
+def plan(model: str | nn.Module, cluster: str = "here", **options: Any) -> list[Plan]:
     """Rank layouts of a model on a cluster, best first; an empty list where none fits.
 
+    The model is what `echelon plan` takes, a model of transformers, or any module with `inputs` of its forward.
     Options are those of `find_plans` and of `echelon plan`. No device is needed.
 
     >>> best = ec.plan("llama-8b", "8xh100", batch=64, seq_len=4096)[0]
@@ -60,9 +63,10 @@ def plan(model: str, cluster: str = "here", **options: Any) -> list[Plan]:
 
 
 def find_plans(
-    model: str,
+    model: str | nn.Module,
     cluster: str,
     *,
+    inputs: Mapping[str, Tensor] | None = None,
     batch: int = 0,
     seq_len: int = 0,
     layout: str = "",
@@ -91,7 +95,8 @@ def find_plans(
     if not 0 <= tokens < float("inf"):
         raise ValidationError.single("tokens", str(tokens), "is not a positive number of tokens", legal="> 0")
     issues: list[ValidationIssue] = []
-    shape = _collect_issues(issues, lambda: resolve_shape(model))
+    sizes: dict[str, Any] = {"seq_len": max(0, seq_len), "precision": precision}
+    shape = _collect_issues(issues, lambda: resolve_shape(model, **sizes, inputs=inputs))
     target = _collect_issues(issues, lambda: parse_cluster(cluster))
     correction = _collect_issues(issues, lambda: corrections.read_correction(correct, target)) if correct else 1.0
     keys = grammar.parse_pairs(fixed)
@@ -103,7 +108,7 @@ def find_plans(
         shape=shape,
         cluster=target,
         batch=batch or DEFAULT_SEQUENCES_PER_DEVICE * target.devices,
-        seq_len=seq_len or min(shape.max_seq_len or MAX_DEFAULT_SEQ_LEN, MAX_DEFAULT_SEQ_LEN),
+        seq_len=seq_len or default_seq_len(shape.max_seq_len),
         precision=precision,
         program=program,
         attention_kernel=attention_kernel(program, target.device.generation),
@@ -118,7 +123,7 @@ def find_plans(
         memory_options=memory_options,
         host_share=host_share,
     )
-    result = _find_plans(request, model, layout, top)
+    result = _find_plans(request, model if isinstance(model, str) else shape.name, layout, top)
     if layout and imbalance and result.plans[0].layout.ep == 1:
         why = "requires ep > 1: a rank that holds all experts computes as many tokens, however they are routed"
         raise ValidationError.single("imbalance", f"{imbalance:g}", why, hint="leave it out, or give ep")
@@ -159,7 +164,9 @@ def price_layout(request: PlanRequest, text: str) -> Plan:
     scenario = request.scenario(layout)
     if issues := budget_issues(scenario):
         raise ValidationError(issues)
-    return price(scenario)
+    plan = price(scenario)
+    refused = scenario.is_own and scenario.refusal
+    return replace(plan, reasons=(f"train refuses this layout: {refused}",)) if refused else plan
 
 
 def _option_issues(

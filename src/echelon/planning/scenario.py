@@ -22,6 +22,7 @@ from echelon.planning.calibrate.constants import DEFAULT_IMBALANCE
 from echelon.planning.calibrate.programs import LAYOUT_VALUES, OWN_PROGRAMS
 from echelon.planning.cluster.cluster import Cluster
 from echelon.planning.memory_options import MemoryOptions
+from echelon.planning.model.layout_support import unsupported_keys
 from echelon.planning.model.model_shape import ModelShape
 
 ATTENTION_KERNELS = ("plain", "fused", "flash1", "flash2", "best")
@@ -141,14 +142,23 @@ class Scenario(TrainingSetup):
 
     @property
     def runnable(self) -> bool:
-        """Whether `train` runs it: MoE layers and fp8 require models of Echelon, tp, cp and pp what a user declares.
-        What another program would do is priced, and not run."""
-        moe = self.shape.experts and not self.shape.is_native
-        known = self.has_counted_layers or self.precision != "fp8"
-        supported = {"tp": self.shape.supports_tp, "cp": self.shape.supports_cp, "pp": self.shape.supports_pp}
-        declared = all(supports or getattr(self.layout, axis) == 1 for axis, supports in supported.items())
-        trains = declared and self.is_compatible and supports_precision(self.precision, self.layout)
-        return self.is_own and self.shape.trainable and known and not moe and trains
+        """Whether `train` runs it."""
+        return not self.refusal
+
+    @cached_property
+    def refusal(self) -> str:
+        """Why `train` does not run it; empty if it does. What another program would do is priced, and not run."""
+        if not self.is_own:
+            return f"program={self.program} is priced, and not run"
+        if not self.shape.trainable:
+            return f"train has no model that computes what {self.shape.name} does"
+        if self.precision == "fp8" and not self.has_counted_layers:
+            return f"{self.shape.name} has layers without fp8 GEMMs"
+        if not supports_precision(self.precision, self.layout):
+            return f"precision={self.precision} is not supported with tp_kind={self.layout.tp_kind}"
+        if not self.is_compatible:
+            return "the optimizer and the memory options are incompatible with the layout"
+        return next(iter(unsupported_keys(self.shape.name, self.shape.support, self.layout).values()), "")
 
     @property
     def is_compatible(self) -> bool:
@@ -231,6 +241,8 @@ class PlanRequest(TrainingSetup):
                 return False
         if self.plan_only:
             return True
+        if any(key not in self.fixed for key in unsupported_keys(self.shape.name, self.shape.support, layout)):
+            return False
         return self.precision != "fp8" or supports_precision(self.precision, layout)
 
 

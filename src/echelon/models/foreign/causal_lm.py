@@ -23,7 +23,7 @@ from echelon.models.foreign.core_attention import CONTEXT_ARGUMENT, AttentionSta
 from echelon.models.foreign.float64_casts import float64_casts
 from echelon.models.foreign.foreign_experts import ForeignExperts, is_experts
 from echelon.models.foreign.functional_dropout import add_sites, counter_dropout
-from echelon.models.foreign.hf_source import HFSource, quiet_transformers
+from echelon.models.foreign.hf_source import HFSource, check_model_type, quiet_transformers
 from echelon.models.foreign.init_rules import materialize_buffers, record_init
 from echelon.models.foreign.layer_probe import find_layer_stack
 from echelon.models.foreign.layer_stack import LayerCall, LayerStack
@@ -309,6 +309,16 @@ def derive_class(module: nn.Module, mixin: type[nn.Module]) -> Any:
     return module
 
 
+def build_on_meta(source: HFSource, **options: Any) -> Any:
+    """Build transformers' own class of a directory on the meta device: shapes only, no contract, no first values."""
+    import transformers
+
+    check_model_type(source)
+    config = transformers.AutoConfig.from_pretrained(source.folder, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
+
+
 def build_causal_lm(
     source: HFSource, device: str = "meta", *, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> Any:
@@ -316,18 +326,13 @@ def build_causal_lm(
 
     On the meta device the engine reads the weights, or draws the values, of each rank's slices.
     """
-    import transformers
-
     with quiet_transformers():
-        return _build(transformers, source, device, dtype, seed)
+        return _build(source, device, dtype, seed)
 
 
-def _build(transformers: Any, source: HFSource, device: str, dtype: torch.dtype, seed: int) -> Any:
-    config = transformers.AutoConfig.from_pretrained(source.folder, local_files_only=True, trust_remote_code=False)
+def _build(source: HFSource, device: str, dtype: torch.dtype, seed: int) -> Any:
     # float64 has no grouped GEMM.
-    options = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
+    model = build_on_meta(source, **({"experts_implementation": "eager"} if dtype == torch.float64 else {}))
     rules = record_init(model)
     materialize_buffers(model)
     adapted = adapt(model).to(dtype)

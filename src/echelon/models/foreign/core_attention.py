@@ -43,10 +43,8 @@ def attend(
     return module.core(query, key, value, context).transpose(1, 2).contiguous(), None
 
 
-def install_cores(model: Any) -> None:
-    """Give each attention module of a foreign model a core. Raises ValueError where one computes something else."""
-    from transformers import AttentionInterface
-
+def find_core_problem(model: Any) -> str:
+    """Why the attention of a foreign model is not what a core computes; empty if it is."""
     stack = model.layer_stack
     problems = {
         name: what
@@ -55,14 +53,19 @@ def install_cores(model: Any) -> None:
         for what in unsupported(options)
     }
     without = [name for name, calls in zip(stack.layer_names, stack.attention_calls, strict=True) if len(calls) != 1]
-    if without or problems:
-        reason = (
-            f"{without[0]} does not attend through transformers' attention interface"
-            if without
-            else "{} has {}".format(*next(iter(problems.items())))
-        )
+    if without:
+        return f"{without[0]} does not attend through transformers' attention interface"
+    return "{} has {}".format(*next(iter(problems.items()))) if problems else ""
+
+
+def install_cores(model: Any) -> None:
+    """Give each attention module of a foreign model a core. Raises ValueError where one computes something else."""
+    from transformers import AttentionInterface
+
+    stack = model.layer_stack
+    if problem := find_core_problem(model):
         raise ValueError(
-            f"context parallelism cannot divide the sequences of {type(model).__name__}: {reason}; use cp=1"
+            f"context parallelism cannot divide the sequences of {type(model).__name__}: {problem}; use cp=1"
         )
     AttentionInterface.register(CORE_ATTENTION, attend)
     for name, calls, kinds in zip(stack.layer_names, stack.attention_calls, stack.attention_dropouts, strict=True):

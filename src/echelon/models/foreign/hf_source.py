@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.input_file import InputFileError, read_json
-from echelon.layout.validation_error import ValidationError, ValidationIssue
+from echelon.layout.validation_error import ValidationError, ValidationIssue, did_you_mean
 
 HF_PREFIX = "hf:"
 CONFIG_FILE = "config.json"
@@ -88,6 +88,20 @@ def read_hf_source(model: str) -> HFSource:
         if not issues:
             return source
     raise ValidationError(issues)
+
+
+def check_model_type(source: HFSource) -> None:
+    """Raise ValidationError if transformers, which this imports, has no causal language model of this type."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    given, known = source.model_type, list(CONFIG_MAPPING)
+    if given in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return
+    rule = "which is not a causal language model" if given in known else "which transformers does not have"
+    hint = "" if given in known else did_you_mean(given, list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+    model, message = f"{HF_PREFIX}{source.folder}", f"{CONFIG_FILE} has model_type {given!r}, {rule}"
+    raise ValidationError.single("model", model, message, hint=hint)
 
 
 @contextmanager

@@ -78,13 +78,17 @@ class _Heads:
         return self.local_queries if value == self.queries else self.local_keys if value == self.keys else None
 
 
-def derive_split(model: ForeignCausalLM, tp: int) -> DerivedSplit:
-    """Find what `tp` ranks can split. Every rank finds the same: the weights of a trial are those of a fixed seed."""
+def head_counts(model: ForeignCausalLM) -> tuple[int, int]:
+    """The heads of queries and of keys that the config states; 0 where it states none."""
     config: Any = model.config
     queries = int(getattr(config, "num_attention_heads", 0) or 0)
-    keys = next((int(n) for key in KEY_HEADS if (n := getattr(config, key, None))), queries)
-    heads = _Heads(queries, keys, tp)
-    with implementations(config, experts="eager"):  # the others have no float64
+    return queries, next((int(n) for key in KEY_HEADS if (n := getattr(config, key, None))), queries)
+
+
+def derive_split(model: ForeignCausalLM, tp: int) -> DerivedSplit:
+    """Find what `tp` ranks can split. Every rank finds the same: the weights of a trial are those of a fixed seed."""
+    heads = _Heads(*head_counts(model), tp)
+    with implementations(model.config, experts="eager"):  # the others have no float64
         return _derive(model, _layer_calls(model), heads)
 
 

@@ -82,7 +82,7 @@ def shard_modules(
 ) -> list[LogicalParam]:
     """Replace the modules of a one-device model by those of one rank of the grid, and split their parameters."""
     roles = match_roles(model, table)
-    if problems := list(_find_problems(model, roles, layout)):
+    if problems := list(find_grid_problems(model, roles, layout)):
         raise ValueError(
             f"{type(model).__name__} cannot be divided over a grid (tp_kind={layout.tp_kind}): "
             f"{'; '.join(problems)}; or use tp_kind=1d"
@@ -94,7 +94,7 @@ def shard_modules(
     return splitter.apply_roles(roles, splitter.actions())
 
 
-def _find_problems(model: nn.Module, roles: dict[str, str], layout: Layout) -> Iterator[str]:
+def find_grid_problems(model: nn.Module, roles: dict[str, str], layout: Layout) -> Iterator[str]:
     """Yield every reason why a model cannot be sharded over a grid."""
     for role, meaning in (("vocabulary", "begins at an embedding"), ("head", "ends in a language head")):
         if role not in roles.values():

@@ -17,10 +17,19 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from echelon.planning.model.layer_counts import LayerCounts
+from echelon.planning.model.layout_support import FULL_SUPPORT, ModelSupport
 
 COLUMN_PARALLEL, ROW_PARALLEL, UNSPLIT = "columns", "rows", ""
 ROUTER = "router"
 """the GEMM of the gate"""
+
+
+MAX_DEFAULT_SEQ_LEN = 4096
+
+
+def default_seq_len(max_seq_len: int) -> int:
+    """Tokens of a sequence where the user gives none: the model's longest (0: any), at most 4,096."""
+    return min(max_seq_len or MAX_DEFAULT_SEQ_LEN, MAX_DEFAULT_SEQ_LEN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,12 +178,8 @@ class ModelShape:
     top_k: int = 0
     trainable: bool = True
     """there is a model that trains it"""
-    supports_tp: bool = True
-    """a table says how tp splits its modules"""
-    supports_cp: bool = True
-    """context parallelism can split its sequences"""
-    supports_pp: bool = True
-    """its pipeline layers are known"""
+    support: ModelSupport = FULL_SUPPORT
+    """which layouts `train` has for it"""
     dropout: bool = False
     """also on attention's probabilities, which our models then materialise"""
 

@@ -19,19 +19,22 @@ else a row. Saved elements are those of the traced sequence length.
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from traceback import extract_tb
 from typing import TYPE_CHECKING, Any
 
+from echelon.compat import fake_tensor_mode
 from echelon.layout.validation_error import ValidationError
 from echelon.models import user_model
 from echelon.models.pipeline_model import get_pipeline_model, is_within
-from echelon.models.tp_splits import get_tp_split
-from echelon.parallel.tp.tensor_parallel import match_roles
-from echelon.planning.model.model_shape import COLUMN_PARALLEL, ROW_PARALLEL, UNSPLIT, ModelShape
+from echelon.planning.model.declared_support import read_support
+from echelon.planning.model.model_shape import UNSPLIT, ModelShape
 from echelon.planning.model.traced_shape import ModuleCounts, Section, build_shape
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
     from echelon.planning.model.op_counter import OpCounter
@@ -44,7 +47,8 @@ BEFORE, AFTER = "before the layers", "after the layers"
 def trace_module(model: str | nn.Module, inputs: Mapping[str, Tensor] | None = None, *, name: str = "") -> ModelShape:
     """Trace a module with inputs of its forward, or `file.py:factory` with those of `batch(rows, step)` in the file.
 
-    The module and its inputs are not changed. Raises ValidationError if the module cannot be built or run on meta.
+    The module and its inputs are not changed. Raises ValidationError if the module cannot be built, or run without
+    values: on the meta device, else with fake tensors, which also stand for what a module makes on a CPU.
     """
     if isinstance(model, str):
         name = name or model
@@ -57,30 +61,75 @@ def trace_module(model: str | nn.Module, inputs: Mapping[str, Tensor] | None = N
         rule = f"has a batch that is not keyword arguments ({type(inputs).__name__})"
         hint = "let batch(rows, step) return a dictionary of the forward's arguments"
         raise ValidationError.single("model", name, rule, hint=hint)
-    module = meta_copy(model)
-    given = {key: value.to("meta") if hasattr(value, "to") else value for key, value in inputs.items()}
-    sections = _find_sections(module)
-    weights = dict(module.named_parameters())
-    counter = _make_counter(module, weights)
+    from echelon.planning.model.known_values import UnknownValueError
+
     try:
-        width = _run_sections(module, given, sections, counter)
-    except Exception as error:
-        rule = f"cannot be run on the meta device ({_first_line(error)})"
-        hint = "tracing runs the forward pass without values: shapes must not depend on values"
-        raise ValidationError.single("model", name, rule, hint=hint) from error
+        return trace_copy(copy_without_values(model), inputs, name)
+    except UnknownValueError as error:
+        raise refuse_trace(name, error) from error
+    except Exception:  # whatever a user's code raises, or torch where a module makes tensors on a CPU
+        try:
+            with fake_tensor_mode():
+                return trace_copy(copy_without_values(model, "cpu"), inputs, name)
+        except Exception as error:
+            raise refuse_trace(name, error) from error
+
+
+def refuse_trace(name: str, error: Exception) -> ValidationError:
+    """The refusal of a module that cannot be run without values."""
+    from echelon.planning.model.known_values import UnknownValueError
+
+    where = next(
+        (frame for frame in reversed(extract_tb(error.__traceback__)) if not _is_internal(frame.filename)), None
+    )
+    place = f" at {Path(where.filename).name}:{where.lineno}" if where is not None else ""
+    if isinstance(error, UnknownValueError):
+        rule = f"cannot be planned: {error}{place}, and planning runs the forward pass without values"
+        hint = "let shapes and branches depend on sizes and inputs alone"
+        return ValidationError.single("model", name, rule, hint=hint)
+    return ValidationError.single("model", name, f"cannot be run without values ({describe_error(error)}{place})")
+
+
+def _is_internal(filename: str) -> bool:
+    return any(part in filename for part in ("/torch/", "/echelon/planning/", "/echelon/models/foreign/"))
+
+
+def describe_error(error: Exception) -> str:
+    """An error of another library's or a user's code in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".removesuffix(": ")
+
+
+def trace_copy(module: ModuleCopy, inputs: Mapping[str, Any], name: str) -> ModelShape:
+    """Trace a copy without values, which runs on its device."""
+    import torch
+
+    from echelon.planning.model.traced_dropout import replace_dropouts
+
+    copied, given = module.module, dict(inputs)
+    replace_dropouts(copied)
+    sections = _find_sections(copied)
+    weights = dict(copied.named_parameters())
+    declared = read_support(copied)
+    counter = _make_counter(weights, declared.splits)
+    for key, value in inputs.items():
+        if isinstance(value, torch.Tensor):
+            given[key] = without_values(value, module.device)
+            counter.values.set(given[key], value)
+    for tensor, value in module.buffers:
+        counter.values.set(tensor, value)
+    width = _run_sections(copied, given, sections, counter)
     tokens, seq_len = _count_tokens(inputs)
     counts = ModuleCounts(
         sections=sections,
         by_section=counter.sections,
         weights={key: tuple(weight.shape) for key, weight in weights.items()},
-        owners=_param_sections(module, weights, sections),
+        owners=_param_sections(copied, weights, sections),
         splits=counter.splits,
         tokens=tokens,
         seq_len=seq_len,
         width=width // tokens,
-        supports_tp=_supports_tp(module),
-        supports_cp=_supports_cp(module),
-        supports_pp=hasattr(module, "pipeline_model"),
+        support=declared.support,
+        is_trainable=declared.is_trainable,
     )
     return build_shape(name, counts)
 
@@ -97,26 +146,47 @@ def _load_model(spec: str) -> tuple[nn.Module, Mapping[str, Tensor]]:
         except (NotImplementedError, RuntimeError):  # its constructor reads values of tensors
             return factory(), inputs
     except Exception as error:
-        raise ValidationError.single("model", spec, f"cannot be built ({_first_line(error)})") from error
+        raise ValidationError.single("model", spec, f"cannot be built ({describe_error(error)})") from error
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+@dataclass(frozen=True)
+class ModuleCopy:
+    """A module whose tensors have shapes, but no memory."""
+
+    module: nn.Module
+    device: str
+    """of its tensors: meta, or what fake tensors stand for"""
+    buffers: Sequence[tuple[Tensor, Tensor]]
+    """tensors that are not parameters, each with that of the original, which may have values"""
 
 
-def meta_copy(model: nn.Module) -> nn.Module:
-    """A copy in training mode on the meta device. Shared tensors stay shared."""
-    import torch
+def copy_without_values(model: nn.Module, device: str = "meta", dtype: torch.dtype | None = None) -> ModuleCopy:
+    """A copy in training mode, whose parameters may have another dtype. Shared tensors stay shared."""
     from torch import Tensor, nn
 
     memo: dict[int, Any] = {}
+    buffers: list[tuple[Tensor, Tensor]] = []
     for module in model.modules():
         registered = (*module.parameters(recurse=False), *module.buffers(recurse=False))
         for tensor in (*registered, *(value for value in vars(module).values() if isinstance(value, Tensor))):
-            empty = torch.empty_like(tensor, device="meta", requires_grad=False)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
-    return copy.deepcopy(model, memo).train()
+            if id(tensor) in memo:
+                continue
+            if isinstance(tensor, nn.Parameter):
+                wanted = dtype if tensor.is_floating_point() else None
+                empty = without_values(tensor, device, wanted)
+                memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+            else:
+                memo[id(tensor)] = without_values(tensor, device)
+                if not tensor.is_meta:
+                    buffers.append((memo[id(tensor)], tensor))
+    return ModuleCopy(copy.deepcopy(model, memo).train(), device, buffers)
+
+
+def without_values(tensor: Tensor, device: str, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor like another one on a device where it has no memory."""
+    import torch
+
+    return torch.empty_like(tensor, device=device, dtype=dtype, requires_grad=False)
 
 
 def _count_tokens(inputs: Mapping[str, Any]) -> tuple[int, int]:
@@ -131,23 +201,6 @@ def _count_tokens(inputs: Mapping[str, Any]) -> tuple[int, int]:
     return (tensors[0].shape[0] if tensors else 1), 1
 
 
-def _supports_tp(module: nn.Module) -> bool:
-    """Whether a table says how tensor parallelism splits the module."""
-    try:
-        return bool(match_roles(module, get_tp_split(module)))
-    except ValueError:
-        return False
-
-
-def _supports_cp(module: nn.Module) -> bool:
-    """Whether the module has a `CoreAttention` and takes `positions`, as context parallelism requires."""
-    from echelon.models.attention import CoreAttention
-
-    parameters = inspect.signature(module.forward).parameters.values()
-    takes_positions = any(p.name == "positions" or p.kind is p.VAR_KEYWORD for p in parameters)
-    return takes_positions and any(isinstance(child, CoreAttention) for child in module.modules())
-
-
 def _find_sections(module: nn.Module) -> list[Section]:
     if hasattr(module, "pipeline_model"):
         layers = [(layer.name, layer.modules) for layer in get_pipeline_model(module).layers]
@@ -160,8 +213,10 @@ def _find_sections(module: nn.Module) -> list[Section]:
 
 
 def _class_name(module: nn.Module, names: tuple[str, ...]) -> str:
+    """The class of a section's only module with parameters."""
     modules = dict(module.named_modules(remove_duplicate=False))
-    return type(modules[names[0]]).__name__ if len(names) == 1 and names[0] in modules else ""
+    with_weights = [name for name in names if name not in modules or any(True for _ in modules[name].parameters())]
+    return type(modules[with_weights[0]]).__name__ if len(with_weights) == 1 and with_weights[0] in modules else ""
 
 
 def _longest_module_list(module: nn.Module) -> list[str]:
@@ -200,10 +255,16 @@ def _run_sections(module: nn.Module, inputs: dict[str, Any], sections: list[Sect
     with counter.counting():
         counter.enter_section(sections[0].name, tuple(inputs.values()))
         if hasattr(module, "pipeline_model"):
+            from echelon.planning.model.equal_layers import find_repeats, renamed_weights
+
             pipeline_model = get_pipeline_model(module)
             counter.enter_section("shared by the layers")
             shared, hidden = pipeline_model.shared(**inputs), None
+            repeats = find_repeats(module, shared)
             for layer in pipeline_model.layers:
+                if (first := repeats.get(layer.name)) is not None:
+                    counter.repeat_section(layer.name, first, renamed_weights(module, layer.name, first))
+                    continue
                 enter(layer.name, hidden)
                 hidden = layer.run(hidden, shared, **inputs)
             return max(passed)
@@ -220,13 +281,8 @@ def _num_elements(values: Iterable[Any]) -> int:
     return sum(value.numel() for value in values if hasattr(value, "numel") and value.dtype.is_floating_point)
 
 
-def _make_counter(module: nn.Module, weights: Mapping[str, Tensor]) -> OpCounter:
+def _make_counter(weights: Mapping[str, Tensor], splits: Mapping[str, str]) -> OpCounter:
+    """A counter of operators; `splits` are by module, those of weights by name."""
     from echelon.planning.model.op_counter import OpCounter
 
-    try:
-        roles = match_roles(module, get_tp_split(module))
-    except ValueError:  # a module without a table is not split
-        roles = {}
-    divided = {"column": COLUMN_PARALLEL, "row": ROW_PARALLEL}
-    splits = {name: divided.get(roles.get(name.rpartition(".")[0], "").partition("/")[0], UNSPLIT) for name in weights}
-    return OpCounter(weights, splits)
+    return OpCounter(weights, {name: splits.get(name.rpartition(".")[0], UNSPLIT) for name in weights})

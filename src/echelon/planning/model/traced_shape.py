@@ -8,6 +8,7 @@ from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING
 
+from echelon.planning.model.layout_support import ModelSupport
 from echelon.planning.model.model_shape import AttentionShape, LayerShape, MatmulShape, ModelShape
 
 if TYPE_CHECKING:
@@ -43,12 +44,10 @@ class ModuleCounts:
     seq_len: int
     width: int
     """most elements per token between sections"""
-    supports_tp: bool
-    """a table says how tp splits its modules"""
-    supports_cp: bool
-    """context parallelism can split its sequences"""
-    supports_pp: bool
-    """its pipeline layers are known"""
+    support: ModelSupport
+    """what its modules declare"""
+    is_trainable: bool
+    """train accepts its modules"""
 
 
 @dataclass(frozen=True)
@@ -86,9 +85,8 @@ def build_shape(name: str, counts: ModuleCounts) -> ModelShape:
         position_parameters=sum(map(prod, positions)),
         experts=max((gemm.experts for gemm in expert_gemms), default=0),
         top_k=round(max((gemm.token_share for gemm in expert_gemms), default=0)),
-        supports_tp=counts.supports_tp,
-        supports_cp=counts.supports_cp,
-        supports_pp=counts.supports_pp,
+        support=counts.support,
+        trainable=counts.is_trainable,
     )
     return replace(shape, other_parameters=sum(map(prod, counts.weights.values())) - shape.parameters)
 
@@ -193,7 +191,8 @@ def _pair_attention(squares: Sequence[WeightlessMatmul]) -> tuple[list[Attention
         scores = left.pop(0)
         if left and (scores.count, scores.m, scores.n) == (left[0].count, left[0].m, left[0].k):
             sizes = {"queries": scores.m, "keys": scores.n, "head_dim": scores.k, "value_dim": left.pop(0).n}
-            calls.append(AttentionCall(count=scores.count, kv_count=scores.count, causal=False, **sizes))
+            kv_count = round(scores.count * scores.distinct)
+            calls.append(AttentionCall(count=scores.count, kv_count=kv_count, causal=False, **sizes))
         else:
             others.append(scores)
     return calls, others

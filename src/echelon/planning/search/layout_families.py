@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
 from echelon.layout import Layout
 from echelon.layout.layout import ASYNC_SCHEDULES
@@ -105,7 +106,7 @@ def _recompute_policies(request: PlanRequest) -> list[str]:
 
 def _pipelines(request: PlanRequest, family: LayoutFamily, world: int) -> Iterator[LayoutBranch]:
     ranks = world // (family.tp * family.cp)
-    supports_pp = request.shape.supports_pp or _requests(request, "pp")
+    supports_pp = request.shape.support.pp or _requests(request, "pp")
     for pp in _divisors(ranks) if supports_pp else (1,):
         per_rank, rest = divmod(request.batch, ranks // pp)
         if rest or per_rank % family.microbatch or pp > request.shape.num_layers:
@@ -119,6 +120,7 @@ def _pipelines(request: PlanRequest, family: LayoutFamily, world: int) -> Iterat
 def branch_layouts(request: PlanRequest, branch: LayoutBranch) -> Iterator[Layout]:
     fixed, pp, dp = request.fixed, branch.pp, branch.dp
     keys = {**fixed, **vars(branch.family), "dp": dp, "pp": pp, "accumulate": branch.accumulate}
+    keys = {**_forced_sp(request, branch.family.tp), **keys}
     for schedule, zero in product(_schedule_options(request, pp), _zero_options(request, dp, branch.family, pp)):
         if schedule.get("schedule") in ASYNC_SCHEDULES and zero["zero"] > 1:
             continue
@@ -145,7 +147,7 @@ def _tp_cp_degrees(request: PlanRequest, world: int) -> Iterator[tuple[int, int]
     """Yield (tp, cp)."""
     widest = max(request.cluster.per_node, int(request.fixed.get("tp", 1)))
     for tp in _divisors(world):
-        if tp <= widest and (tp == 1 or request.shape.supports_tp or _requests(request, "tp")):
+        if tp <= widest and (tp == 1 or request.shape.support.tp or _requests(request, "tp")):
             yield from ((tp, cp) for cp in _divisors(world // tp) if can_split_sequence(request, cp))
 
 
@@ -156,7 +158,7 @@ def can_split_sequence(request: PlanRequest, cp: int) -> bool:
     requested = _requests(request, "cp")
     few_sequences = requested or request.batch < request.cluster.devices
     min_tokens = MIN_CP_TOKENS_FEW_SEQUENCES if few_sequences else MIN_CP_TOKENS
-    is_supported = request.shape.supports_cp or requested
+    is_supported = request.shape.support.cp or requested
     return is_supported and request.seq_len % (2 * cp) == 0 and request.seq_len >= cp * min_tokens
 
 
@@ -173,7 +175,7 @@ def tp_kinds(request: PlanRequest, tp: int) -> list[tuple[str, int]]:
         kinds += [("2d", 1), *(("2.5d", depth) for depth in _divisors(tp) if depth > 1), ("3d", 1)]
 
     def is_possible(kind: str, depth: int) -> bool:
-        layout = Layout(tp=tp, tp_kind=kind, depth=depth)
+        layout = Layout(tp=tp, tp_kind=kind, depth=depth, **_forced_sp(request, tp))
         if fixed.get("tp_kind", kind) != kind or fixed.get("depth", depth) != depth or not request.allows(layout):
             return False
         ranks = head_parallel_size(layout)
@@ -183,6 +185,11 @@ def tp_kinds(request: PlanRequest, tp: int) -> list[tuple[str, int]]:
         return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
     return [(kind, depth) for kind, depth in kinds if is_possible(kind, depth)]
+
+
+def _forced_sp(request: PlanRequest, tp: int) -> dict[str, Any]:
+    """The key `sp`, where the model's table does not support what is its default."""
+    return {"sp": 0} if tp > 1 and not request.shape.support.sp else {}
 
 
 def cp_kinds(request: PlanRequest, tp: int, cp: int) -> list[tuple[str, int]]:
@@ -228,9 +235,16 @@ def _zero_options(request: PlanRequest, dp: int, family: LayoutFamily, pp: int) 
 def _ep_degrees(request: PlanRequest, world: int) -> list[tuple[int, int]]:
     """Return (ep, ep_inner)."""
     shape, cluster = request.shape, request.cluster
-    degrees = [ep for ep in _divisors(world) if not shape.experts % ep] if shape.experts else [1]
+    is_supported = shape.support.ep or _requests(request, "ep")
+    degrees = [ep for ep in _divisors(world) if not shape.experts % ep] if shape.experts and is_supported else [1]
     fixed = request.fixed.get("ep_inner")
-    return [(ep, choose_ep_inner(cluster, ep, shape.top_k) if fixed is None else int(fixed)) for ep in degrees]
+
+    def inner(ep: int) -> int:
+        if fixed is not None or not shape.support.etp:
+            return int(fixed or 1)
+        return choose_ep_inner(cluster, ep, shape.top_k)
+
+    return [(ep, inner(ep)) for ep in degrees]
 
 
 def _is_smooth(number: int) -> bool:

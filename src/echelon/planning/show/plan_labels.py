@@ -195,7 +195,7 @@ def why_not_run(plan: Plan) -> str:
     """Why there is no command that runs a plan; empty if `train` runs it."""
     if not plan.scenario.is_own:
         return f"this plan is priced for {_program(plan)}, which Echelon does not run"
-    return "" if plan.runnable else "this plan cannot be run yet"
+    return "" if plan.runnable else f"this plan cannot be run yet: {plan.scenario.refusal}"
 
 
 def key_figures(plan: Plan) -> list[tuple[str, str]]:

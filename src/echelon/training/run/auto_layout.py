@@ -91,7 +91,7 @@ def settings_with_effect(settings: Sequence[str], layout: str) -> list[str]:
 
 def best_plan(config: Config, procs: int | None) -> Plan:
     """Return the best runnable plan on this machine, or on the ranks that a launcher started."""
-    if user_model.is_user_model(config.model) or is_hf_model(config.model):
+    if user_model.is_user_model(config.model):
         rule = "plans named models only; plan a custom model with `echelon plan file.py:factory`"
         raise ValidationError([ValidationIssue(key="plan", value=AUTO, message=rule, hint="set layout")])
     world = int(os.environ["WORLD_SIZE"]) if under_launcher() else procs
@@ -110,6 +110,9 @@ def plan_request_of(config: Config, ranks: int | None) -> PlanRequest:
     if user_model.is_user_model(config.model):
         shape = resolve_shape(config.model)  # traced
         return replace(plan_request_on(config, shape, cluster), seq_len=max(1, shape.traced_seq_len))
+    if is_hf_model(config.model):
+        shape = resolve_shape(config.model, seq_len=config.seq_len, precision=PRECISION_NAMES[config.dtype])
+        return plan_request_on(config, shape, cluster)
     model = config.override_model(model_config.find_model(config.model))
     return plan_request_on(config, config_shape(model), cluster)
 
