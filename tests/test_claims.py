@@ -139,6 +139,9 @@ CLAIMS: dict[str, tuple[Check, ...]] = {
     ),
     "DataParallel (one process, many devices)": (not_imported("DataParallel", "training", "parallel", "launch"),),
     # transformers models
+    "A branch on anything else is refused": (
+        asserted_in("planning/test_trace_module.py", "test_branches_on_other_values_are_refused_with_their_place"),
+    ),
     "Context parallelism is refused where attention does not go through transformers' interface": (
         asserted_in(
             "test_transparency_foreign.py", "test_sequences_that_cannot_be_divided_are_refused_with_the_reason"

@@ -41,7 +41,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"input_file", "faults", "layout", "memory", "models", "optim", "parallel"},
     "config": {"data", "input_file", "layout", "memory", "models", "optim", "pipeline"},
     "planning": {
-        *("input_file", "draw", "layout", "kernels", "models", "memory", "optim", "parallel", "pipeline", "compat"),
+        *("input_file", "draw", "layout", "kernels", "models", "moe", "memory", "optim", "parallel", "pipeline", "rng"),
+        "compat",
     },
     "training": {
         *("layout", "kernels", "models", "data", "memory", "parallel", "optim", "pipeline", "launch", "planning"),

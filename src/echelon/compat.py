@@ -100,6 +100,13 @@ def storage_key(tensor: Tensor) -> int:
     return key
 
 
+def map_nested(convert: Callable[[Any], Any], values: Any) -> Any:
+    """Convert every value in nested tuples, lists and dictionaries. Tried on 2.11 and 2.13."""
+    from torch.utils._pytree import tree_map
+
+    return tree_map(convert, values)
+
+
 def without_dispatch_modes() -> Any:
     """A context in which no `TorchDispatchMode` sees operators. Tried on 2.11 and 2.13."""
     from torch.utils._python_dispatch import _disable_current_modes

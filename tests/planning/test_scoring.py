@@ -159,7 +159,7 @@ def torchtitan_runs(runs):
     """torchtitan, Llama 3.1 8B in bf16 at 8,192 tokens."""
     return [
         run
-        for run in parsed[0]
+        for run in runs
         if run.source == "torchtitan"
         and (run.scenario.precision, run.scenario.seq_len) == ("bf16", 8192)
         and run.scenario.shape.num_layers == 32

@@ -180,18 +180,18 @@ def test_without_replan_the_error_names_the_number_of_restarts(tmp_path, capfd):
 
 
 @pytest.mark.parametrize(
-    ("seq_len", "idle_ranks", "words"), [(128, (7,), "rank 7 idles"), (32, (5, 6, 7), "ranks 5, 6, 7 idle")]
+    ("batch", "idle_ranks", "words"), [(24, (7,), "rank 7 idles"), (8, (5, 6, 7), "ranks 5, 6, 7 idle")]
 )
-def test_ranks_that_cannot_share_the_batch_idle(seq_len, idle_ranks, words):
-    """Short sequences take as long on four ranks (pp=2) as on six: of four layers, one of three stages has two, too."""
-    asked = Config(batch=8, seq_len=seq_len, layout="dp=8", device="cpu")
+def test_ranks_that_cannot_share_the_batch_idle(batch, idle_ranks, words):
+    """Six ranks divide 24 sequences. 8 take as long on four as on six: of four layers, one of three stages has two."""
+    asked = Config(batch=batch, seq_len=128, layout="dp=8", device="cpu")
     change = plan_layout_change(asked, "dp=8", 7, reason="rank 2 failed", rank_numbers=[0, 1, 3, 4, 5, 6, 7])
     assert change is not None
     assert change.used_ranks == 7 - len(idle_ranks)
     assert change.idle_ranks == idle_ranks
     assert words in str(change)
     assert change == plan_layout_change(asked, "dp=8", 7, reason="rank 2 failed", rank_numbers=[0, 1, 3, 4, 5, 6, 7])
-    assert Layout.parse(change.new_layout, batch=8).batch == 8
+    assert Layout.parse(change.new_layout, batch=batch).batch == batch
 
 
 def test_a_custom_model_keeps_its_tp_and_pp_when_replanned(tmp_path, monkeypatch):

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon import rng
+from echelon.compat import storage_key, torch_dispatch_mode
 
 _aten = torch.ops.aten
 
@@ -68,12 +68,12 @@ class ComputedInit(rng.Init):
         return self.tensor.flatten()[index.cpu()].to(index.device, dtype)
 
 
-class _FillingRecorder(TorchDispatchMode):
+class _FillingRecorder(torch_dispatch_mode()):  # type: ignore[misc]
     """Records what fills each parameter on the meta device."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        self.names = {_storage(p): name for name, p in model.named_parameters()}
+        self.names = {storage_key(p): name for name, p in model.named_parameters()}
         self.fillings: dict[str, list[Filling]] = {}
         self.computed: set[str] = set()
         """parameters that are written in another way"""
@@ -81,7 +81,7 @@ class _FillingRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         target = args[0] if args and isinstance(args[0], Tensor) else None
-        name = self.names.get(_storage(target)) if target is not None and target.is_meta else None
+        name = self.names.get(storage_key(target)) if target is not None and target.is_meta else None
         if name is not None and func._schema.is_mutable:
             self._record(name, target, func, args, kwargs)
         return func(*args, **kwargs)
@@ -110,10 +110,6 @@ class _FillingRecorder(TorchDispatchMode):
         if target.numel() == target.untyped_storage().nbytes() // target.element_size():
             self.fillings[name] = self.fillings[name][-1:]
             self.computed.discard(name)
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def record_init(model: Any) -> dict[str, rng.Init]:

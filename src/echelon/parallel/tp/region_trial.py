@@ -38,7 +38,8 @@ class ThreadAxis:
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Tensor:
         self._slots[self.index] = tensor.clone()
         self._barrier.wait(PATIENCE)
-        total = torch.stack([slot for slot in self._slots if slot is not None]).sum(0)
+        slots = [slot for slot in self._slots if slot is not None]
+        total = torch.stack(slots).sum(0)
         self._barrier.wait(PATIENCE)
         return tensor.copy_(total)
 

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from echelon.compat import storage_key, without_dispatch_modes
+from echelon.compat import map_nested, storage_key, without_dispatch_modes
 
 MAX_NUMEL = 1 << 20
 """elements of a tensor whose values are kept"""
@@ -84,7 +83,7 @@ class KnownValues:
                 return self._value(leaf)
             return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
-        given = tree_map(with_value, (args, kwargs))
+        given = map_nested(with_value, (args, kwargs))
         with without_dispatch_modes(), torch.no_grad():
             return func(*given[0], **given[1])
 
@@ -98,7 +97,7 @@ class KnownValues:
             self._keep(like, leaf)
             return like
 
-        return tree_map(convert, out)
+        return map_nested(convert, out)
 
     def _value(self, tensor: Tensor) -> Tensor | None:
         value: Tensor | None = self._values.get(tensor)
