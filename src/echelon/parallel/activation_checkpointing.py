@@ -18,10 +18,10 @@ from echelon.memory.checkpointing.cost import ineffective_options, partition_num
 from echelon.memory.checkpointing.memory_budget import MemoryBudget
 from echelon.memory.checkpointing.saved_inputs import InputArena, SavedInput, SaveInput, save_as_is
 from echelon.memory.compression import saved_tensor_compression
+from echelon.models.layer_lists import layer_names
 from echelon.models.pipeline_model import is_within
 from echelon.parallel.comm.axis_names import STAGE_RANKS_AXIS
 from echelon.parallel.comm.mesh_axis import MeshAxis
-from echelon.parallel.dp.param_grouping import layer_names
 
 if TYPE_CHECKING:
     from echelon.parallel.transform_context import TransformContext

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from echelon.memory.offload.cost import offloads_params
-from echelon.parallel.dp.param_grouping import layer_names
+from echelon.models.layer_lists import layer_names
 from echelon.parallel.tp_strategy import tp_strategy
 from echelon.precision import fp8_linear, keep_fp32
 

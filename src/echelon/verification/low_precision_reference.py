@@ -30,10 +30,10 @@ from torch.overrides import TorchFunctionMode
 from echelon.kernels import dispatch
 from echelon.kernels.gemm.fused_linear import fused_linear
 from echelon.kernels.memory_limits import SCALE_BLOCK
+from echelon.models.layer_lists import layer_names
 from echelon.models.layers import check_loss_output
 from echelon.optim.blockwise_quantization import codebook
 from echelon.optim.cost import MIN_QUANTIZED_NUMEL, QUANTIZATION_BLOCK
-from echelon.parallel.dp.param_grouping import layer_names
 from echelon.precision import accumulation_dtype
 from echelon.precision.keep_fp32 import compute_in_float32
 from echelon.training.engine_options import DTYPES, loss_scale_settings

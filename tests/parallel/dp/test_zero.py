@@ -13,6 +13,7 @@ from echelon.layout import Layout
 from echelon.layout.collective import count_collectives
 from echelon.layout.placement import LogicalParam, ParamGroupSpec
 from echelon.models import model_config
+from echelon.models.layer_lists import layer_names
 from echelon.parallel.dp import cost as dp_cost
 from echelon.parallel.dp import param_grouping, zero
 
@@ -36,7 +37,7 @@ class Nested(nn.Module):
 
 def test_the_layers_of_a_transformer_are_its_blocks() -> None:
     model = models.build(LLAMA, "meta")
-    assert param_grouping.layer_names(model) == tuple(f"blocks.{i}" for i in range(4))
+    assert layer_names(model) == tuple(f"blocks.{i}" for i in range(4))
 
 
 def test_a_module_of_half_a_layer_is_a_param_group() -> None:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from echelon.models.foreign.functional_dropout import RecordDropoutCalls
 from echelon.models.foreign.layer_stack import LayerStack, own_class, split_hidden
 from echelon.models.foreign.unfuse import RecordCuts, is_linear
+from echelon.models.forward_parts.module_shell import plain_attributes
 
 PROBE_ATTENTION = "echelon_shapes_only"
 PROBE_ROWS, PROBE_TOKENS = 2, 6
@@ -48,7 +49,7 @@ def find_layer_stack(model: nn.Module) -> LayerStack:
         before=tuple(record.before),
         after=tuple(record.after),
         added_sizes=record.added_sizes,
-        attributes=tuple(_plain_attributes(layer) for layer in layers),
+        attributes=tuple(plain_attributes(layer) for layer in layers),
         hidden_size=record.hidden_size,
         tables=tuple(_without_parameters(model, path)),
         dropouts=tuple(map(tuple, record.dropouts)),
@@ -67,11 +68,6 @@ def _without_parameters(model: nn.Module, path: str) -> Iterator[str]:
         if name and not inside and not any(True for _ in module.parameters()):
             outer.append(name)
             yield name
-
-
-def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    plain = (int, float, str, bool, type(None))
-    return {key: value for key, value in vars(module).items() if isinstance(value, plain) and not key.startswith("_")}
 
 
 def _is_plain(module: nn.Module) -> bool:

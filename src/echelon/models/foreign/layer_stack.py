@@ -17,18 +17,13 @@ modules.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-Call = Callable[..., Any]
-
-
-class _LayersReached(Exception):  # noqa: N818
-    """Ends a forward at a stub: no error, but the end of a part."""
+from echelon.models.forward_parts.module_shell import Call, PartReached, Stub, make_shell
 
 
 @dataclass(frozen=True)
@@ -91,7 +86,7 @@ class LayerStack:
 
         def first(*args: Any, **kwargs: Any) -> Any:
             reached.append(split_hidden(args, kwargs)[0])
-            raise _LayersReached
+            raise PartReached
 
         self._run(self._shell(model, [first], {}), inputs)
         return reached[0]
@@ -104,7 +99,7 @@ class LayerStack:
             hidden, call = split_hidden(args, kwargs)
             calls.append(call)
             if len(calls) == self.num_layers:
-                raise _LayersReached
+                raise PartReached
             return (hidden, None) if self.returns_tuple else hidden
 
         self._run(self._shell(model, [keep] * self.num_layers, self._stubs(like)), {**inputs, "inputs_embeds": like})
@@ -127,7 +122,7 @@ class LayerStack:
     def _run(self, shell: nn.Module, inputs: Mapping[str, Any]) -> Any:
         try:
             return shell.forward_as_written(**inputs, use_cache=False)  # type: ignore[operator]
-        except _LayersReached:
+        except PartReached:
             return None
 
     def _stubs(self, like: Tensor) -> dict[str, nn.Module]:
@@ -137,31 +132,8 @@ class LayerStack:
 
     def _shell(self, model: nn.Module, calls: Sequence[Call], stubs: Mapping[str, nn.Module]) -> nn.Module:
         calls = [*calls, *[_unreached] * (self.num_layers - len(calls))]
-        layers = nn.ModuleList(_Stub(call, known) for call, known in zip(calls, self.attributes, strict=True))
-        shell, replaced = _shallow_copy(model), {**stubs, self.path: layers}
-        copied = {"": shell}
-        for path, module in replaced.items():
-            parent = ""
-            for name in path.split(".")[:-1]:
-                child = f"{parent}.{name}" if parent else name
-                if child not in copied:
-                    copied[child] = _shallow_copy(copied[parent]._modules[name])
-                    copied[parent]._modules[name] = copied[child]
-                parent = child
-            copied[parent]._modules[path.rpartition(".")[2]] = module
-        return shell
-
-
-class _Stub(nn.Module):
-    """Stands in for a layer."""
-
-    def __init__(self, call: Call, attributes: Mapping[str, Any]):
-        super().__init__()
-        self.__dict__.update(attributes)
-        self._call = call
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
+        layers = nn.ModuleList(Stub(call, known) for call, known in zip(calls, self.attributes, strict=True))
+        return make_shell(model, {**stubs, self.path: layers})
 
 
 class _Zeros(nn.Module):
@@ -185,18 +157,6 @@ class _PassOn(nn.Module):
 
 def _unreached(*_args: Any, **_kwargs: Any) -> Any:
     raise AssertionError("a layer was called after the end of a part")
-
-
-def _shallow_copy(module: nn.Module | None) -> nn.Module:
-    """The same module without its hooks, whose children can be replaced without changing the original."""
-    assert module is not None
-    copied = module.__class__.__new__(module.__class__)
-    copied.__dict__ = dict(module.__dict__)
-    copied.__dict__["_modules"] = dict(module._modules)
-    for name, value in module.__dict__.items():
-        if name.endswith("_hooks") and isinstance(value, dict):
-            copied.__dict__[name] = OrderedDict()
-    return copied
 
 
 def split_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, LayerCall]:

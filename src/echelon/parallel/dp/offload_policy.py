@@ -20,8 +20,8 @@ from echelon.memory.offload.cost import (
     offloads_params,
 )
 from echelon.memory.offload.host_transfer import HostLink
+from echelon.models.layer_lists import layer_names
 from echelon.parallel.dp.offload_host import OffloadHost, buffer_bytes
-from echelon.parallel.dp.param_grouping import layer_names
 from echelon.parallel.dp.zero import ShardingPolicy
 from echelon.parallel.parallel_options import ParallelOptions
 

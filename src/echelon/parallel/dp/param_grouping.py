@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from echelon.models.layer_lists import listed_layers, outermost
 from echelon.models.pipeline_model import is_within
 
 if TYPE_CHECKING:
     from torch import nn
 
 MODULE_LISTS = ("ModuleList", "ModuleDict")
-
-
-def layer_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the model's layers: the elements of its outermost module lists, or its children if it has no list."""
-    return _listed_layers(model) or tuple(name for name, _ in model.named_children())
-
-
-def _listed_layers(model: nn.Module) -> tuple[str, ...]:
-    names = [
-        f"{name}.{key}" if name else key
-        for name, module in model.named_modules()
-        if type(module).__name__ in ("ModuleList", "Sequential")
-        for key, _ in module.named_children()
-    ]
-    return tuple(_outermost(names))
 
 
 def choose_param_groups(model: nn.Module, patterns: Sequence[str] = (), *, max_numel: int = 0) -> dict[str, bool]:
@@ -42,12 +28,12 @@ def choose_param_groups(model: nn.Module, patterns: Sequence[str] = (), *, max_n
     """
     modules = {name: module for name, module in model.named_modules() if name}
     if patterns:
-        return dict.fromkeys(_outermost(_matching_modules(modules, patterns)), False)
-    listed = _listed_layers(model)
+        return dict.fromkeys(outermost(_matching_modules(modules, patterns)), False)
+    listed = listed_layers(model)
     children = [name for name, _ in model.named_children() if not any(is_within(layer, name) for layer in listed)]
     sizes = {name: sum(p.numel() for p in modules[name].parameters()) for name in [*listed, *children]}
     min_numel = max(max((sizes[name] for name in listed or children), default=0) / 2, 1)
-    chosen = {name: name not in listed for name in _outermost(n for n in modules if sizes.get(n, 0) >= min_numel)}
+    chosen = {name: name not in listed for name in outermost(n for n in modules if sizes.get(n, 0) >= min_numel)}
     if not max_numel:
         return chosen
     return {
@@ -83,8 +69,3 @@ def _matching_modules(modules: Mapping[str, nn.Module], patterns: Sequence[str])
     if lists:
         raise ValueError(f"a list of modules is never called, so it cannot be a unit ({lists[0]}); use {lists[0]}.*")
     return chosen
-
-
-def _outermost(names: Iterable[str]) -> list[str]:
-    names = list(names)
-    return [name for name in names if not any(name.startswith(other + ".") for other in names)]

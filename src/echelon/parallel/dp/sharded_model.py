@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from echelon.kernels.gemm.fused_linear import ComputeGradient
 from echelon.layout.placement import Piece
+from echelon.models.layer_lists import layer_names
 from echelon.models.pipeline_model import is_within
 from echelon.parallel.dp.grad_hook import ParamGradHook, grad_hook_of
 from echelon.parallel.dp.param_group import ParamGroup
-from echelon.parallel.dp.param_grouping import layer_names
 
 if TYPE_CHECKING:
     from echelon.parallel.transform_context import TransformContext

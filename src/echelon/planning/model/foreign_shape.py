@@ -18,14 +18,9 @@ from echelon.layout.validation_error import ValidationError
 from echelon.models.foreign.causal_lm import adapt, build_on_meta
 from echelon.models.foreign.hf_source import HF_PREFIX, HFSource, quiet_transformers
 from echelon.models.foreign.init_rules import materialize_buffers
+from echelon.models.forward_parts.shapes_only import copy_without_values
 from echelon.planning.model.model_shape import ModelShape, default_seq_len
-from echelon.planning.model.trace_module import (
-    TRACED_SEQUENCES,
-    copy_without_values,
-    describe_error,
-    refuse_trace,
-    trace_copy,
-)
+from echelon.planning.model.trace_module import TRACED_SEQUENCES, describe_error, refuse_trace, trace_copy
 
 if TYPE_CHECKING:
     from torch import nn

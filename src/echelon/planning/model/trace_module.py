@@ -18,9 +18,7 @@ else a row. Saved elements are those of the traced sequence length.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from traceback import extract_tb
 from typing import TYPE_CHECKING, Any
@@ -28,13 +26,13 @@ from typing import TYPE_CHECKING, Any
 from echelon.compat import fake_tensor_mode
 from echelon.layout.validation_error import ValidationError
 from echelon.models import user_model
+from echelon.models.forward_parts.shapes_only import ModuleCopy, copy_without_values, without_values
 from echelon.models.pipeline_model import get_pipeline_model, is_within
 from echelon.planning.model.declared_support import read_support
 from echelon.planning.model.model_shape import UNSPLIT, ModelShape
 from echelon.planning.model.traced_shape import ModuleCounts, Section, build_shape
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
     from echelon.planning.model.op_counter import OpCounter
@@ -147,46 +145,6 @@ def _load_model(spec: str) -> tuple[nn.Module, Mapping[str, Tensor]]:
             return factory(), inputs
     except Exception as error:
         raise ValidationError.single("model", spec, f"cannot be built ({describe_error(error)})") from error
-
-
-@dataclass(frozen=True)
-class ModuleCopy:
-    """A module whose tensors have shapes, but no memory."""
-
-    module: nn.Module
-    device: str
-    """of its tensors: meta, or what fake tensors stand for"""
-    buffers: Sequence[tuple[Tensor, Tensor]]
-    """tensors that are not parameters, each with that of the original, which may have values"""
-
-
-def copy_without_values(model: nn.Module, device: str = "meta", dtype: torch.dtype | None = None) -> ModuleCopy:
-    """A copy in training mode, whose parameters may have another dtype. Shared tensors stay shared."""
-    from torch import Tensor, nn
-
-    memo: dict[int, Any] = {}
-    buffers: list[tuple[Tensor, Tensor]] = []
-    for module in model.modules():
-        registered = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        for tensor in (*registered, *(value for value in vars(module).values() if isinstance(value, Tensor))):
-            if id(tensor) in memo:
-                continue
-            if isinstance(tensor, nn.Parameter):
-                wanted = dtype if tensor.is_floating_point() else None
-                empty = without_values(tensor, device, wanted)
-                memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-            else:
-                memo[id(tensor)] = without_values(tensor, device)
-                if not tensor.is_meta:
-                    buffers.append((memo[id(tensor)], tensor))
-    return ModuleCopy(copy.deepcopy(model, memo).train(), device, buffers)
-
-
-def without_values(tensor: Tensor, device: str, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor like another one on a device where it has no memory."""
-    import torch
-
-    return torch.empty_like(tensor, device=device, dtype=dtype, requires_grad=False)
 
 
 def _count_tokens(inputs: Mapping[str, Any]) -> tuple[int, int]:

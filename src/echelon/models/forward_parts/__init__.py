@@ -1,0 +1,1 @@
+"""Parts of a module's forward that run alone, and copies of modules without memory."""
