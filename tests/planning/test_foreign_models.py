@@ -29,6 +29,7 @@ from echelon.models.pipeline_model import get_pipeline_model
 from echelon.parallel.tp.derive_regions import derive_split
 from echelon.parallel.tp.shrunken_twin import shrunken_twin
 from echelon.planning.cluster.cluster import parse_cluster
+from echelon.planning.cost.working_memory import lm_head_bytes
 from echelon.planning.model import equal_layers, foreign_shape
 from echelon.planning.model.layer_counts import ShardedCount
 from echelon.planning.model.model_shape import LayerShape, ModelShape
@@ -105,6 +106,7 @@ def test_every_family_is_planned_from_its_config_alone(name: str, folder: Path, 
 def test_a_layer_that_equals_another_need_not_run(
     name: str, shapes: dict[str, ModelShape], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    found = shapes[name]  # traced before the change below
     repeats: list[int] = []
     find = equal_layers.find_repeats
 
@@ -113,7 +115,7 @@ def test_a_layer_that_equals_another_need_not_run(
         return {}
 
     monkeypatch.setattr(equal_layers, "find_repeats", count_repeats)
-    full, found = resolve_shape(f"hf:{folder / name}", seq_len=SEQ_LEN), shapes[name]
+    full = resolve_shape(f"hf:{folder / name}", seq_len=SEQ_LEN)
     assert repeats == [3 if name == "falcon" else 2]
     assert replace(full, layers=()) == replace(found, layers=())
     for layer, expected in zip(found.iter_layers(), full.iter_layers(), strict=True):
@@ -366,3 +368,19 @@ def quiet() -> Iterator[None]:
     """transformers logs what a config leaves out."""
     with foreign_shape.quiet_transformers():
         yield
+
+
+def test_memory_of_the_head_is_that_of_a_chunk(folder: Path) -> None:
+    """Twice the tokens: twice the hidden states, and not one logit more."""
+    shape = replace(resolve_shape(f"hf:{folder / 'llama'}", seq_len=SEQ_LEN), vocab=128_000)
+
+    def head_bytes(shape: ModelShape, microbatch: int) -> float:
+        layout = f"dp=1,microbatch={microbatch}"
+        return lm_head_bytes(
+            Scenario(shape=shape, cluster=parse_cluster("1xh100"), layout=Layout.parse(layout), seq_len=8192), True
+        )
+
+    whole = replace(shape, loss=None)
+    assert shape.loss is not None
+    assert head_bytes(whole, 4) > 1.9 * head_bytes(whole, 2) > 10 * head_bytes(shape, 2)
+    assert head_bytes(shape, 4) < 1.1 * head_bytes(shape, 2)

@@ -11,6 +11,8 @@ MAX_PENDING = 8
 """partial attention results that wait to be merged; a kernel is compiled for each number"""
 LOSS_CHUNK_BYTES = 1 << 30
 """of the logits that the fused loss computes at a time; GEMMs of fewer tokens are slower"""
+TORCH_LOGIT_BYTES = 16
+"""of a logit in torch's operators: in 16 bits and in 32, its probability, its gradient in 32 bits and in 16"""
 MIN_CHUNK_TOKENS = 256
 """tokens of a chunk of logits, at least"""
 SCALE_BLOCK = 256

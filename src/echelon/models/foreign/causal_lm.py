@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from echelon.kernels.layers.cross_entropy import TokenLosses, token_cross_entropy
 from echelon.models import init_weights
 from echelon.models.attention import AttentionContext, document_positions
 from echelon.models.foreign.core_attention import CONTEXT_ARGUMENT, AttentionState, install_cores
@@ -25,16 +26,15 @@ from echelon.models.foreign.foreign_experts import ForeignExperts, is_experts
 from echelon.models.foreign.functional_dropout import add_sites, counter_dropout
 from echelon.models.foreign.hf_source import HFSource, check_model_type, quiet_transformers
 from echelon.models.foreign.init_rules import materialize_buffers, record_init
+from echelon.models.foreign.language_head import LanguageHead, LogitMap, try_logit_map
 from echelon.models.foreign.layer_probe import find_layer_stack
 from echelon.models.foreign.layer_stack import LayerCall, LayerStack
 from echelon.models.foreign.unfuse import PartInit, unfuse
-from echelon.models.layers import loss_sum
 from echelon.models.model_config import IGNORE_INDEX
 from echelon.models.pipeline_model import PipelineLayer, PipelineModel
 from echelon.rng import Init
 
 MAX_SEQ_LEN = 1 << 20
-LogitsLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class ForeignLayer(nn.Module):
@@ -65,8 +65,9 @@ class ForeignCausalLM(nn.Module):
     layer_stack: LayerStack
     runs_by_layer = False
     """forward runs in parts, so that sequences and layers can be divided; else as written"""
-    logits_loss: LogitsLoss = staticmethod(loss_sum)
-    """from logits to (sum of losses, number of valid targets); tensor parallelism divides the vocabulary"""
+    logit_map: LogitMap
+    token_losses: TokenLosses = staticmethod(token_cross_entropy)
+    """from logits to a loss for each target; tensor parallelism divides the vocabulary"""
 
     def forward(
         self,
@@ -89,7 +90,7 @@ class ForeignCausalLM(nn.Module):
             return self._mean_loss(*args, **kwargs)
         assert targets is not None
         with self._casts():
-            return self.logits_loss(self._logits(tokens, documents, positions), targets)
+            return self._whole_loss(tokens, targets, documents, positions), (targets != IGNORE_INDEX).sum()
 
     def _mean_loss(self, input_ids: Tensor, labels: Tensor | None = None, attention_mask: Tensor | None = None) -> Any:
         """Answer a call in transformers' words where its forward runs in parts: the mean loss, and all logits."""
@@ -145,13 +146,51 @@ class ForeignCausalLM(nn.Module):
             placed = self._positions(tokens, documents, positions)
             whole: Tensor = self.forward_as_written(input_ids=tokens, use_cache=False, **placed).logits
             return whole
+        return self._head_logits(self._last_hidden(tokens, documents, positions))
+
+    def _last_hidden(self, tokens: Tensor, documents: Tensor | None, positions: Tensor | None) -> Tensor:
         stack = self.layer_stack
         calls = self._layer_calls(tokens, documents, positions)
         hidden = self._embed(tokens, documents, positions)
         for name, call in zip(stack.layer_names, calls, strict=True):
             hidden = call.run(self.get_submodule(name), hidden)
-        logits: Tensor = stack.head(self, hidden).logits
-        return logits
+        return hidden
+
+    # -- loss ---------------------------------------------------------------------------------------------------------
+
+    def _whole_loss(
+        self, tokens: Tensor, targets: Tensor, documents: Tensor | None, positions: Tensor | None
+    ) -> Tensor:
+        """The sum of the losses of a forward."""
+        if not self.divides_loss:
+            return self.token_losses(self._logits(tokens, documents, positions), targets).sum()
+        if self.runs_by_layer:
+            return self._loss(self._last_hidden(tokens, documents, positions), targets)
+        placed = self._positions(tokens, documents, positions)
+        return self._chunked_loss(self.layer_stack.head_input_as_written(self, input_ids=tokens, **placed), targets)
+
+    def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """The sum of the losses, from the hidden states after the last layer."""
+        if not self.divides_loss:
+            return self.token_losses(self._head_logits(hidden), targets).sum()
+        return self._chunked_loss(self.layer_stack.head_input(self, hidden), targets)
+
+    def _chunked_loss(self, head_input: Tensor, targets: Tensor) -> Tensor:
+        head = self.get_submodule(self.layer_stack.head_name)
+        total: Tensor = head(head_input, targets=targets, losses=self._losses_of_head_output)
+        return total
+
+    def _losses_of_head_output(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The losses of some tokens, [tokens, words] and [tokens]: each is a sequence of its own to the class."""
+        if not self.logit_map.is_identity:
+            logits = self.layer_stack.finish_logits(self, logits.unsqueeze(1)).squeeze(1)
+        return self.token_losses(logits, targets)
+
+    @property
+    def divides_loss(self) -> bool:
+        """The loss is computed some tokens at a time. Planning traces it whole, on the meta device."""
+        head = self.get_submodule(self.layer_stack.head_name)
+        return self.logit_map.divides_tokens and isinstance(head, LanguageHead) and not head.weight.is_meta
 
     def _embed(self, tokens: Tensor, documents: Tensor | None, positions: Tensor | None) -> Tensor:
         """The input of the first layer. Positions are those of all tokens: the embedding may leave a rank's slice."""
@@ -247,9 +286,9 @@ class ForeignCausalLM(nn.Module):
 
         return run
 
-    def _run_head(self, hidden: Tensor, _calls: Any, targets: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
+    def _run_head(self, hidden: Tensor, _calls: Any, targets: Tensor, **_inputs: Any) -> tuple[Tensor, Tensor]:
         with self._casts():
-            return self.logits_loss(self._head_logits(hidden, **inputs), targets)
+            return self._loss(hidden, targets), (targets != IGNORE_INDEX).sum()
 
     def _head_logits(self, hidden: Tensor, **_inputs: Any) -> Tensor:
         logits: Tensor = self.layer_stack.head(self, hidden).logits
@@ -276,7 +315,12 @@ def adapt(model: nn.Module) -> Any:
     with torch.device("meta"):
         twin = derive_class(own(model.config), ForeignCausalLM)  # its layers are found without computing anything
     adapted = derive_class(model, ForeignCausalLM)
-    adapted.layer_stack = find_layer_stack(twin)
+    stack = adapted.layer_stack = find_layer_stack(twin)
+    materialize_buffers(twin)
+    adapted.logit_map = try_logit_map(twin, stack)
+    head = adapted.get_submodule(stack.head_name)
+    if type(head).forward is nn.Linear.forward:
+        derive_class(head, LanguageHead)
     adapted.fused_parts = unfuse(adapted, adapted.layer_stack.fused)
     layers = [adapted.get_submodule(name) for name in adapted.layer_stack.layer_names]
     for module, probabilities in zip((*layers, adapted), adapted.layer_stack.dropouts, strict=True):

@@ -57,7 +57,13 @@ def find_layer_stack(model: nn.Module) -> LayerStack:
         attention_dropouts=tuple(map(tuple, record.attention_dropouts)),
         takes_positions="position_ids" in inspect.signature(own_class(model).forward).parameters,
         fused=record.cuts.parts(),
+        head_name=_head_name(model),
     )
+
+
+def _head_name(model: Any) -> str:
+    head = model.get_output_embeddings()
+    return next((name for name, module in model.named_modules(remove_duplicate=False) if module is head), "")
 
 
 def _without_parameters(model: nn.Module, path: str) -> Iterator[str]:

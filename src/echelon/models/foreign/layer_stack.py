@@ -10,9 +10,9 @@ model ("shell") whose layers are stubs:
     context      given zero embeddings, each stub keeps the keyword arguments of its layer and passes its input on
     head         the stub of the last layer returns given hidden states; norm, head and what follows run as written
 
-In the second and third, modules before the layers are stubs as well: a later pipeline stage does not hold them. A
-shell shares every other module and parameter with the model, and is made anew at each use, since parallelism replaces
-modules.
+In the second and third, modules before the layers are stubs as well: a later pipeline stage does not hold them. The
+head can be a stub too, which ends the forward at its input, or starts from given logits. A shell shares every other
+module and parameter with the model, and is made anew at each use, since parallelism replaces modules.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ class LayerStack:
     """the model's forward has an argument `position_ids`"""
     fused: Mapping[str, tuple[int, ...]]
     """linears of which a layer cuts the output into parts: the parts' sizes (unfuse.py)"""
+    head_name: str = ""
+    """the module that gives logits"""
 
     @property
     def layer_names(self) -> tuple[str, ...]:
@@ -119,6 +121,33 @@ class LayerStack:
         shell = self._shell(model, [pass_on] * (self.num_layers - 1) + [last], self._stubs(hidden))
         return self._run(shell, {**inputs, "inputs_embeds": zeros})
 
+    def head_input(self, model: nn.Module, hidden: Tensor) -> Tensor:
+        """Return what the head is given, for the hidden states after the last layer."""
+        reached: list[Tensor] = []
+        stubbed = self._with_head(model, _ends_at(reached))
+        self.head(stubbed, hidden)
+        return reached[0]
+
+    def head_input_as_written(self, model: nn.Module, **inputs: Any) -> Tensor:
+        """Return what the head is given, from the model's forward with all its layers."""
+        reached: list[Tensor] = []
+        self._run(self._with_head(model, _ends_at(reached)), inputs)
+        return reached[0]
+
+    def finish_logits(self, model: nn.Module, logits: Tensor) -> Tensor:
+        """Return what the model makes of its head's output [rows, tokens, words]."""
+        hidden = logits.new_zeros(()).expand(*logits.shape[:-1], self.hidden_size)
+        stubs = {name: _PassOn() for name in self.after if name != self.head_name}
+        stubbed = self._with_head(model, lambda *_args, **_kwargs: logits, stubs)
+        out: Tensor = self.head(stubbed, hidden).logits
+        return out
+
+    def _with_head(self, model: nn.Module, call: Call, stubs: Mapping[str, nn.Module] | None = None) -> nn.Module:
+        """The model with a head that does something else."""
+        head: Any = shallow_copy(model.get_submodule(self.head_name))
+        head.__class__ = type("StubHead", (_HeadStub, type(head)), {"call": staticmethod(call)})
+        return make_shell(model, {**(stubs or {}), self.head_name: head})
+
     def _run(self, shell: nn.Module, inputs: Mapping[str, Any]) -> Any:
         try:
             return shell.forward_as_written(**inputs, use_cache=False)  # type: ignore[operator]
@@ -134,6 +163,25 @@ class LayerStack:
         calls = [*calls, *[_unreached] * (self.num_layers - len(calls))]
         layers = nn.ModuleList(Stub(call, known) for call, known in zip(calls, self.attributes, strict=True))
         return make_shell(model, {**stubs, self.path: layers})
+
+
+def _ends_at(reached: list[Tensor]) -> Call:
+    """A call that keeps its input and ends the forward."""
+
+    def end(hidden: Tensor, *_args: Any, **_kwargs: Any) -> Any:
+        reached.append(hidden)
+        raise PartReached
+
+    return end
+
+
+class _HeadStub(nn.Module):
+    """Stands in for the head, before its class: code may read the head's attributes."""
+
+    call: Call
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
 
 
 class _Zeros(nn.Module):

@@ -3,7 +3,8 @@
     embedding      sharded by rows of the vocabulary, whatever the class does with them
     regions        columns and row of each (region_plan.py)
     whole          what no plan splits: every rank computes all of it, under sequence parallelism on gathered sequences
-    lm_head        sharded by rows of the vocabulary; what the model does with logits must be elementwise
+    lm_head        sharded by rows of the vocabulary; where the model's map of its output is not elementwise
+                   (language_head.py), every rank gathers the logits of the tokens at hand
 
 [Note: dropout of a rank's part]
 
@@ -18,10 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from echelon.layout.placement import DimSplit, LogicalParam
 from echelon.models.foreign.causal_lm import ForeignCausalLM, derive_class
-from echelon.models.model_config import IGNORE_INDEX
 from echelon.parallel.comm.autograd_collective import with_backward
 from echelon.parallel.comm.mesh_axis import MeshAxis
 from echelon.parallel.tp.derive_regions import DerivedSplit, derive_split
@@ -107,14 +108,20 @@ class ForeignSplitter(RegionSplitter):
             self.update_param(f"{name}.{attribute}", splits=(DimSplit(axis="tp", dim=0, num_parts=self.axis.size),))
         head.register_forward_pre_hook(self._enter, with_kwargs=True)
 
-        def logits_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-            losses = vocab_parallel_cross_entropy(logits, targets, self.axis, vocab_size)
-            return losses.sum(), (targets != IGNORE_INDEX).sum()
-
         def full_logits(logits: Tensor) -> Tensor:
             return torch.cat(self.axis.all_gather(logits).unbind(0), dim=-1)[..., :vocab_size]
 
-        model.logits_loss, model.full_logits = logits_loss, full_logits
+        def gather(logits: Tensor) -> Tensor:
+            rows = logits.shape[-1]
+            return with_backward(logits, full_logits, lambda dy: own_words(dy, self.axis, rows))
+
+        if not model.logit_map.divides_vocab:
+            head.gather, head.gathered_words = gather, vocab_size
+            return
+        model.full_logits = full_logits
+        model.token_losses = lambda logits, targets: vocab_parallel_cross_entropy(
+            logits, targets, self.axis, vocab_size
+        )
 
     # -- sequence parallelism -----------------------------------------------------------------------------------------
 
@@ -190,6 +197,12 @@ class ForeignSplitter(RegionSplitter):
             site.window = {dim: (self.axis.index * x.shape[dim], size * x.shape[dim])}
         else:
             site.window = {}
+
+
+def own_words(x: Tensor, axis: Any, rows: int) -> Tensor:
+    """This rank's words of all logits [..., words]; those of padding are zero."""
+    local = x[..., axis.index * rows : (axis.index + 1) * rows]
+    return F.pad(local, (0, rows - local.shape[-1]))
 
 
 def own_slice(x: Tensor, axis: Any) -> Tensor:

@@ -20,12 +20,14 @@ before and after.
 
 from __future__ import annotations
 
-from echelon.kernels.memory_limits import tokens_per_chunk
+import math
+
+from echelon.kernels.memory_limits import TORCH_LOGIT_BYTES, tokens_per_chunk
 from echelon.parallel.ep.cost import MAX_LOAD_FACTOR
 from echelon.planning.calibrate.constants import FITTED_CONSTANTS, Constants
 from echelon.planning.cost.activation_memory import saved_tensor_bytes
 from echelon.planning.cost.program_memory import program_memory
-from echelon.planning.model.model_shape import COLUMN_PARALLEL, LayerShape
+from echelon.planning.model.model_shape import COLUMN_PARALLEL, ChunkedLoss, LayerShape
 from echelon.planning.scenario import Scenario
 
 WORKING_RATIO = 0.45
@@ -86,6 +88,8 @@ def _score_backward_bytes(scenario: Scenario, layer: LayerShape) -> float:
 def lm_head_bytes(scenario: Scenario, gradients_resident: bool, c: Constants = FITTED_CONSTANTS) -> float:
     """Peak bytes of the head and its loss; a resident gradient buffer of the head is counted elsewhere."""
     vocab, width, size, tokens = scenario.shape.vocab, scenario.shape.width, scenario.element_bytes, scenario.tokens
+    if scenario.is_own and scenario.shape.loss is not None:
+        return _chunked_head_bytes(scenario, scenario.shape.loss, gradients_resident)
     if not (scenario.has_kernels and scenario.layout.tp == 1):
         last_norm = NORM_TENSORS * tokens * width * size / scenario.sp_degree if scenario.is_unfused else 0.0
         logit_bytes = LOGIT_BYTES if scenario.is_own else program_memory(scenario, c).logit_bytes
@@ -97,3 +101,14 @@ def lm_head_bytes(scenario: Scenario, gradients_resident: bool, c: Constants = F
     # Backward scales both gradients by the loss's; the weight's goes to its buffer.
     scaled = hidden + (0 if gradients_resident else vocab * width * scenario.gradient_bytes)
     return NORM_TENSORS * hidden + weight_gradient + max(chunks, scaled)
+
+
+def _chunked_head_bytes(scenario: Scenario, loss: ChunkedLoss, gradients_resident: bool) -> float:
+    """The same of a loss that torch's operators compute some tokens at a time."""
+    tokens, size, rows = scenario.tokens, scenario.element_bytes, scenario.shape.vocab / scenario.layout.tp
+    words = rows if loss.divides_vocab else scenario.shape.vocab
+    chunk_tokens = tokens_per_chunk(math.ceil(words), TORCH_LOGIT_BYTES)
+    hidden = tokens * scenario.shape.width * size
+    weight_gradient = rows * scenario.shape.width * (4 if tokens > chunk_tokens else size)
+    scaled = hidden + (0 if gradients_resident else rows * scenario.shape.width * scenario.gradient_bytes)
+    return NORM_TENSORS * hidden + weight_gradient + max(min(tokens, chunk_tokens) * words * TORCH_LOGIT_BYTES, scaled)

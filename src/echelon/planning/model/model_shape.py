@@ -155,6 +155,14 @@ class ShapeDimensions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChunkedLoss:
+    """A loss that torch's operators compute some tokens at a time (models/foreign/language_head.py)."""
+
+    divides_vocab: bool
+    """a tp rank has the logits of its words alone"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """A model: an embedding, layers in order, a head."""
 
@@ -182,6 +190,8 @@ class ModelShape:
     """which layouts `train` has for it"""
     dropout: bool = False
     """also on attention's probabilities, which our models then materialise"""
+    loss: ChunkedLoss | None = None
+    """of a model of transformers; none: the logits of all tokens are held, or our kernels fuse the loss"""
 
     def iter_layers(self) -> Iterator[LayerShape]:
         return (layer for layer, count in self.layers for _ in range(count))
