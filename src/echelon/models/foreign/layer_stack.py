@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from echelon.models.forward_parts.module_shell import Call, PartReached, Stub, make_shell
+from echelon.models.forward_parts.module_shell import Call, PartReached, Stub, make_shell, shallow_copy
 
 
 @dataclass(frozen=True)
