@@ -1,0 +1,1 @@
+"""Tensor parallelism for any module: an integer program shards its traced operators."""
