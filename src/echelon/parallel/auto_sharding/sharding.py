@@ -61,7 +61,7 @@ def shard(dim: int) -> Sharding:
 
 
 @dataclass(frozen=True)
-class Conversion:
+class ShardingConversion:
     """The collectives that move a tensor from one state to another; empty: none."""
 
     forward: str = ""
@@ -69,22 +69,22 @@ class Conversion:
 
 
 _CONVERSIONS = {
-    ("R", "B"): Conversion("", "all_reduce"),
-    ("R", "S"): Conversion("", "all_gather"),
-    ("S", "R"): Conversion("all_gather", ""),
-    ("S", "B"): Conversion("all_gather", "reduce_scatter"),
-    ("S", "S"): Conversion("all_to_all", "all_to_all"),
-    ("P", "R"): Conversion("all_reduce", ""),
-    ("P", "B"): Conversion("all_reduce", "all_reduce"),
-    ("P", "S"): Conversion("reduce_scatter", "all_gather"),
-    ("B", "S"): Conversion(),
+    ("R", "B"): ShardingConversion("", "all_reduce"),
+    ("R", "S"): ShardingConversion("", "all_gather"),
+    ("S", "R"): ShardingConversion("all_gather", ""),
+    ("S", "B"): ShardingConversion("all_gather", "reduce_scatter"),
+    ("S", "S"): ShardingConversion("all_to_all", "all_to_all"),
+    ("P", "R"): ShardingConversion("all_reduce", ""),
+    ("P", "B"): ShardingConversion("all_reduce", "all_reduce"),
+    ("P", "S"): ShardingConversion("reduce_scatter", "all_gather"),
+    ("B", "S"): ShardingConversion(),
 }
 
 
-def conversion(source: Sharding, target: Sharding) -> Conversion | None:
+def conversion(source: Sharding, target: Sharding) -> ShardingConversion | None:
     """Return what moves a tensor from `source` to `target`; None where nothing can."""
     if source == target:
-        return Conversion()
+        return ShardingConversion()
     return _CONVERSIONS.get((source.kind, target.kind))
 
 
