@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from echelon.layout import Layout
-from echelon.layout.collective import Collective
+from echelon.layout.collective import Collective, wire_bytes
 from echelon.layout.rules import head_parallel_size
 from echelon.memory.offload import cost as offload_cost
 from echelon.parallel.cp import cost as cp_cost
 from echelon.parallel.tp import cost as tp_cost
 from echelon.parallel.tp_grid import cost as tp_grid_cost
 from echelon.planning.cluster import cluster as clusters
-from echelon.planning.cluster.link_time import wire_bytes
 from echelon.planning.cost.cp_traffic import cp_working_bytes
 from echelon.planning.explain import explain_kinds as explain_kinds
 from echelon.planning.model.model_shape import COLUMN_PARALLEL, ROW_PARALLEL, LayerShape

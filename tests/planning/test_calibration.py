@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from echelon.layout import Layout
+from echelon.layout.collective import wire_bytes
 from echelon.planning.calibrate.calibration import CPU_CONSTANTS, calibrate
 from echelon.planning.calibrate.constants import FITTED_CONSTANTS
 from echelon.planning.cluster.cluster import MeasuredCurves, parse_cluster
 from echelon.planning.cluster.device_kinds import DEVICE_KINDS
-from echelon.planning.cluster.link_time import COLLECTIVES, intra_node_latency, wire_bytes
+from echelon.planning.cluster.link_time import COLLECTIVES, intra_node_latency
 from echelon.planning.cost.count_work import count_work
 from echelon.planning.cost.step_time import NARROW_HEAD_SPEED, microbatch_time
 from echelon.planning.model.model_sources import resolve_shape

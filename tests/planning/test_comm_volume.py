@@ -8,12 +8,12 @@ import torch
 from echelon import models
 from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
+from echelon.layout.collective import wire_bytes
 from echelon.models import model_config
 from echelon.parallel.dp import cost as dp_cost
 from echelon.parallel.parallel_options import ParallelOptions
 from echelon.parallel.tp.cost import TransformerSizes, grid_shape
 from echelon.planning.cluster import cluster
-from echelon.planning.cluster.link_time import wire_bytes
 from echelon.planning.cost.count_work import count_work
 from echelon.planning.cost.memory_model import state_bytes_by_category
 from echelon.planning.model.model_sources import resolve_shape

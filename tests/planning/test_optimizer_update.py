@@ -11,11 +11,11 @@ from echelon import models
 from echelon.config.sections import OptimizerConfig
 from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
+from echelon.layout.collective import wire_bytes
 from echelon.models.model_config import ModelConfig
 from echelon.models.moe_config import MoEConfig
 from echelon.optim import cost
 from echelon.planning.cluster import cluster
-from echelon.planning.cluster.link_time import wire_bytes
 from echelon.planning.cost.memory_model import stage_memory, state_bytes_by_category
 from echelon.planning.cost.optimizer_update import optimizer_state_bytes, param_matrices, update_comm
 from echelon.planning.model.model_sources import config_shape, resolve_shape

@@ -29,9 +29,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from echelon.layout.collective import WIRE_FACTOR, wire_bytes
 from echelon.planning.calibrate.constants import FITTED_CONSTANTS
 from echelon.planning.cluster.device_kinds import DEVICE_KINDS
-from echelon.planning.cluster.link_time import WIRE_FACTOR, wire_bytes
 from echelon.planning.cost.expert_traffic import LEAF_NODES, _inter_node_share
 from echelon.planning.cost.reached_rates import ReachedRates, reached_rates
 from echelon.planning.cost.step_time import _exposed_ep_time

@@ -6,6 +6,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+WIRE_FACTOR = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
+"""wire bytes of a rank are this times (n - 1) / n of the bytes; of a send or broadcast, the bytes"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
@@ -32,3 +35,8 @@ def count_collectives(collectives: Iterable[Collective]) -> Counter[tuple[str, s
         if item.count:
             counted[item.op, item.axis, item.bytes] += item.count
     return counted
+
+
+def wire_bytes(collective: str, size: float, ranks: int) -> float:
+    """Bytes that a rank sends."""
+    return size * (WIRE_FACTOR[collective] * (ranks - 1) / ranks if collective in WIRE_FACTOR else 1.0)

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from echelon.layout.collective import wire_bytes
 from echelon.layout.validation_error import ValidationError
 from echelon.planning.cluster.cluster import Cluster, MeasuredCurves, cpu_cores
 from echelon.planning.cluster.cluster_file import read_cluster_file
-from echelon.planning.cluster.link_time import COLLECTIVES, fit_link, wire_bytes
+from echelon.planning.cluster.link_time import COLLECTIVES, fit_link
 from echelon.planning.cost.step_time import FLASH_BACKWARD_RATIO
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Wire bytes of a collective, latency and bandwidth of a link, and the exposed part of overlapped communication.
+"""Wire bytes of collectives, latency and bandwidth of a link, and the exposed part of overlapped communication.
 
 The time of each strategy's collectives, latency plus wire bytes over the bandwidth that they reach, is computed in
 cost/step_time.py and cost/cp_time.py.
@@ -11,21 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from echelon.layout.collective import Collective
+from echelon.layout.collective import WIRE_FACTOR, Collective, wire_bytes
 from echelon.planning.cluster.cluster import Cluster, MeasuredCurves
 from echelon.planning.cluster.device_kinds import LinkSpec
 
-WIRE_FACTOR = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
-"""wire bytes of a rank are this times (n - 1) / n of the bytes; of a send or broadcast, the bytes"""
 COLLECTIVES = (*WIRE_FACTOR, "send")
 """measured curves"""
 OVERLAP_SOFTNESS = 0.1
 """exposed share of communication that is exactly as long as the compute that hides it"""
-
-
-def wire_bytes(collective: str, size: float, ranks: int) -> float:
-    """Bytes that a rank sends."""
-    return size * (WIRE_FACTOR[collective] * (ranks - 1) / ranks if collective in WIRE_FACTOR else 1.0)
 
 
 def collective_bytes(item: Collective, ranks: int) -> float:

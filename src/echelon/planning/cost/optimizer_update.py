@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil, prod
 
+from echelon.layout.collective import wire_bytes
 from echelon.memory.offload.cost import PAGE_BYTES, offloads_optimizer, split_into_pages
 from echelon.optim import cost, offload_support
 from echelon.optim.cost import NEWTON_SCHULZ_STEPS
 from echelon.optim.optimizer_groups import is_muon_matrix
 from echelon.optim.update_rule import UpdateRule
 from echelon.parallel.tp import cost as tp_cost
-from echelon.planning.cluster.link_time import wire_bytes
 from echelon.planning.cost.param_group_traffic import OUTSIDE_GROUP, param_groups
 from echelon.planning.cost.step_work import UpdateWork
 from echelon.planning.model.model_shape import LayerShape
