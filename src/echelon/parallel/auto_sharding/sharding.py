@@ -17,7 +17,7 @@ Moving forward from a state to another is moving the gradient backward, so each 
     R     S     slice            all-gather                S     R     all-gather       slice
     P     S     reduce-scatter   all-gather                S     B     all-gather       reduce-scatter
     P     B     all-reduce       all-reduce                S0    S1    all-to-all       all-to-all
-    B     S     slice            zeros elsewhere
+    B     S     slice            zeros elsewhere           S0    S0/3  all-gather       all-gather
 
 `B` to `S` takes a slice of what every rank has: the gradients of the slices are already the parts of a sum. What
 cannot be moved has no conversion (`P` is never made from a whole tensor, nor is `R` from `B`).
@@ -39,25 +39,29 @@ class Sharding:
     """one of `KINDS`"""
     dim: int = -1
     """the sharded dimension of S, counted from the first"""
+    blocks: int = 1
+    """equal blocks of that dimension, of each of which a rank has a slice: q, k and v of a fused linear are three"""
 
     def __str__(self) -> str:
-        return f"S{self.dim}" if self.kind == "S" else self.kind
+        if self.kind != "S":
+            return self.kind
+        return f"S{self.dim}" if self.blocks == 1 else f"S{self.dim}/{self.blocks}"
 
     @classmethod
     def parse(cls, text: str) -> Sharding:
         """Read what `str` writes."""
-        match = re.fullmatch(r"([RBP])|S(\d+)", text)
+        match = re.fullmatch(r"([RBP])|S(\d+)(?:/(\d+))?", text)
         if match is None:
-            raise ValueError(f"expected R, B, P or S with a dimension (S0), got {text!r}")
-        return cls(match[1]) if match[1] else shard(int(match[2]))
+            raise ValueError(f"expected R, B, P or S with a dimension (S0, S1/3 for three blocks), got {text!r}")
+        return cls(match[1]) if match[1] else shard(int(match[2]), int(match[3] or 1))
 
 
 REPLICATE, BROADCAST, PARTIAL = Sharding("R"), Sharding("B"), Sharding("P")
 
 
-def shard(dim: int) -> Sharding:
-    """Return the state of a tensor whose dimension `dim` is sharded."""
-    return Sharding("S", dim)
+def shard(dim: int, blocks: int = 1) -> Sharding:
+    """Return the state of a tensor whose dimension `dim` is sharded, in each of its blocks."""
+    return Sharding("S", dim, blocks)
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,8 @@ def conversion(source: Sharding, target: Sharding) -> ShardingConversion | None:
     """Return what moves a tensor from `source` to `target`; None where nothing can."""
     if source == target:
         return ShardingConversion()
+    if source.kind == target.kind == "S" and source.dim == target.dim:  # other blocks
+        return ShardingConversion("all_gather", "all_gather")
     return _CONVERSIONS.get((source.kind, target.kind))
 
 

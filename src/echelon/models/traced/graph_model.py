@@ -1,0 +1,274 @@
+"""A module that runs from its graph: whole or by layers, on what a rank holds of each tensor.
+
+`make_traceable` derives a class from the module's own, of the same name. Until something asks for the graph (tensor
+parallelism without a table, a pipeline without `pipeline_model`), it runs as written. Then each forward runs the
+operators that were traced for inputs of its shapes; other shapes are traced when they come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon.models.layer_lists import listed_layers
+from echelon.models.pipeline_model import PipelineLayer, PipelineModel
+from echelon.models.traced.graph_trace import trace, tracing_template
+from echelon.models.traced.traced_graph import BUFFER, CONSTANT, INPUT, MODULE, PARAM, TracedGraph, replace_refs
+
+Values = dict[int, Any]
+"""results of operators"""
+
+
+class OpRunner:
+    """Runs operators of a graph as they were traced; parallelism replaces how."""
+
+    def __init__(self, graph: TracedGraph):
+        self.graph = graph
+
+    def run(self, index: int, read: Callable[[int], Any], model: nn.Module, cache: dict[Any, Any]) -> Any:
+        """Run one operator. `read` gives the results of others; `cache` lives as long as a segment runs."""
+        op = self.graph.ops[index]
+        args, kwargs = replace_refs((op.args, dict(op.kwargs)), read)
+        if op.kind == MODULE:
+            return self.call_module(index, args[0], model)
+        assert callable(op.target)
+        return op.target(*args, **kwargs)
+
+    def call_module(self, index: int, tensors: list[Tensor], model: nn.Module) -> tuple[Any, ...]:
+        """Call a module that stays one."""
+        op = self.graph.ops[index]
+        call = self.graph.calls[op.kwargs["call"]]
+        args, kwargs = replace_refs((call.args, call.kwargs), lambda number: tensors[number])
+        result = model.get_submodule(call.module)(*args, **kwargs)
+        return result if isinstance(result, tuple) else (result,)
+
+    def finish(self, index: int, value: Any) -> Any:
+        """What the forward returns of a result."""
+        return value
+
+
+class SegmentCall:
+    """What a layer is called with in place of its own arguments: run this segment."""
+
+    def __init__(self, forward: GraphForward, number: int):
+        self.forward, self.number = forward, number
+
+
+class GraphForward:
+    """One forward: a graph, its inputs, and what is shared by its segments."""
+
+    def __init__(self, model: GraphModel, runner: OpRunner, inputs: Mapping[str, Any]):
+        self.model, self.runner, self.graph = model, runner, runner.graph
+        self.inputs = inputs
+        self.device = next((value.device for value in inputs.values() if isinstance(value, Tensor)), None)
+        self.shared: Values = {}
+        cache: dict[Any, Any] = {}
+        for index in self.graph.shared:
+            self.shared[index] = runner.run(index, lambda i: self._read(i, self.shared), model, cache)
+
+    def run_segment(self, number: int, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Run a segment on the results that it reads, and return those that it gives."""
+        segment = self.graph.segments[number]
+        known: Values = dict(zip(segment.reads, values, strict=True))
+        last_read = {i: index for index in segment.ops for i in self.graph.ops[index].inputs}
+        cache: dict[Any, Any] = {}
+        for index in segment.ops:
+            known[index] = self.runner.run(index, lambda i: self._read(i, known), self.model, cache)
+            for source in self.graph.ops[index].inputs:
+                if last_read[source] == index and source not in segment.gives:
+                    known.pop(source, None)
+        return tuple(known[index] for index in segment.gives)
+
+    def call_segment(self, number: int, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Run a segment through its layer, whose hooks then run."""
+        owner = self.graph.segments[number].owner
+        if not owner:
+            return self.run_segment(number, values)
+        results = self.model.get_submodule(owner)(SegmentCall(self, number), *values)
+        return results if isinstance(results, tuple) else (results,)
+
+    def outputs(self, values: Values) -> Any:
+        """What the forward returns."""
+        for name, index in self.graph.mutated_buffers.items():
+            owner, _, attribute = name.rpartition(".")
+            self.model.get_submodule(owner)._buffers[attribute] = self.runner.finish(index, self._read(index, values))
+        return replace_refs(
+            self.graph.outputs, lambda index: self.runner.finish(index, self._read(index, values))
+        )
+
+    def _read(self, index: int, known: Values) -> Any:
+        if index in known:
+            return known[index]
+        if index in self.shared:
+            return self.shared[index]
+        op = self.graph.ops[index]
+        name = str(op.target)
+        if op.kind == PARAM:
+            return self.model.get_parameter(name)
+        if op.kind == INPUT:
+            return self.inputs[name]
+        if op.kind == BUFFER:
+            return self.model.live_buffer(name)
+        assert op.kind == CONSTANT, f"operator {op.name} was not run"
+        return self.model.on_device(self.graph.constants[name], self.device)
+
+
+class GraphLayer(nn.Module):
+    """What `make_traceable` adds to the class of each layer: it runs segments of the whole model's graph."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not (args and isinstance(args[0], SegmentCall)):
+            return super().forward(*args, **kwargs)
+        call, *values = args
+        results = call.forward.run_segment(call.number, tuple(values))
+        return results[0] if len(results) == 1 else results
+
+
+class GraphModel(nn.Module):
+    """What `make_traceable` adds to the class of a module."""
+
+    example_inputs: Mapping[str, Any]
+    """keyword arguments of the forward, for a first trace"""
+    template: nn.Module
+    runs_graph = False
+    """forward runs from the graph; else as written"""
+    make_runner: Callable[[TracedGraph], OpRunner] = OpRunner
+    _forwards: dict[Any, OpRunner]
+    _constants: dict[int, Tensor]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As written, or from the graph: keyword arguments alone."""
+        if not self.runs_graph:
+            return super().forward(*args, **kwargs)
+        if args:
+            raise ValueError(f"{type(self).__name__} runs from a traced graph; call it with keyword arguments")
+        forward = self.start_forward(**kwargs)
+        values: Values = {}
+        for number, segment in enumerate(forward.graph.segments):
+            results = forward.call_segment(number, tuple(values[index] for index in segment.reads))
+            values.update(zip(segment.gives, results, strict=True))
+        return forward.outputs(values)
+
+    def start_forward(self, **inputs: Any) -> GraphForward:
+        """What all segments of one forward share."""
+        return GraphForward(self, self._runner(inputs), inputs)
+
+    def example_graph(self) -> TracedGraph:
+        """The graph of a forward of the example's inputs."""
+        return trace(self.template, self.example_inputs)
+
+    def retype(self, dtype: torch.dtype) -> None:
+        """Trace with parameters of another dtype from now on."""
+        self.template = tracing_template(self.template, dtype)
+        self.example_inputs = {
+            key: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+            for key, value in self.example_inputs.items()
+        }
+
+    def _runner(self, inputs: Mapping[str, Any]) -> OpRunner:
+        key = (self.training, *((name, *_signature(value)) for name, value in sorted(inputs.items())))
+        if key not in self._forwards:
+            self.template.train(self.training)
+            self._forwards[key] = type(self).make_runner(trace(self.template, inputs))
+        return self._forwards[key]
+
+    def live_buffer(self, name: str) -> Tensor:
+        """A buffer of this rank's model; one of another pipeline stage comes from the template."""
+        owner, _, attribute = name.rpartition(".")
+        try:
+            found = self.get_submodule(owner)._buffers.get(attribute)
+        except AttributeError:
+            found = None
+        return found if found is not None else self.template.get_buffer(name)
+
+    def on_device(self, constant: Tensor, device: torch.device | None) -> Tensor:
+        """A constant of a graph, moved once."""
+        if device is None or constant.device == device:
+            return constant
+        return self._constants.setdefault(id(constant), constant.to(device))
+
+    # -- pipeline layers ----------------------------------------------------------------------------------------------
+
+    def pipeline_model(self) -> PipelineModel:
+        """The segments of the graph as pipeline layers; they hand on every result that a later one reads."""
+        self.runs_graph = True
+        graph = self.example_graph()
+        everywhere = tuple(str(graph.ops[index].target) for index in graph.shared if graph.ops[index].kind == MODULE)
+        numbers = range(len(graph.segments))
+        return PipelineModel(
+            layers=tuple(
+                PipelineLayer(
+                    _segment_name(graph, number),
+                    tuple(dict.fromkeys((*_modules_of(graph, number), *everywhere))),
+                    self._segment_runner(number),
+                )
+                for number in numbers
+            ),
+            shared=self.start_forward,
+        )
+
+    def _segment_runner(self, number: int) -> Callable[..., Any]:
+        def run(hidden: Any, forward: GraphForward, **_inputs: Any) -> Any:
+            given = hidden if isinstance(hidden, tuple) else () if hidden is None else (hidden,)
+            values: Values = dict(zip(live_values(forward.graph, number), given, strict=True))
+            segment = forward.graph.segments[number]
+            results = forward.call_segment(number, tuple(values[index] for index in segment.reads))
+            values.update(zip(segment.gives, results, strict=True))
+            if number == len(forward.graph.segments) - 1:
+                return forward.outputs(values)
+            passed = tuple(values[index] for index in live_values(forward.graph, number + 1))
+            return passed[0] if len(passed) == 1 else passed
+
+        return run
+
+
+def live_values(graph: TracedGraph, number: int) -> tuple[int, ...]:
+    """Results of the segments before one that it, or a later one, reads."""
+    made = {index for segment in graph.segments[:number] for index in segment.gives}
+    read = {index for segment in graph.segments[number:] for index in segment.reads}
+    return tuple(sorted(made & (read | set(graph.output_refs))))
+
+
+def _segment_name(graph: TracedGraph, number: int) -> str:
+    owners = [segment.owner for segment in graph.segments]
+    owner = owners[number]
+    if owner and owners.count(owner) == 1:
+        return owner
+    return f"{owner or 'between'}#{number}"
+
+
+def _modules_of(graph: TracedGraph, number: int) -> tuple[str, ...]:
+    """The layer of a segment, and what else it reads: parameters, and modules that stay modules."""
+    segment = graph.segments[number]
+    names = [segment.owner] if segment.owner else []
+    for index in segment.ops:
+        op = graph.ops[index]
+        used = [str(graph.ops[i].target) for i in op.inputs if graph.ops[i].kind == PARAM]
+        used += [str(op.target)] if op.kind == MODULE else []
+        names += [name for name in used if not (segment.owner and name.startswith(f"{segment.owner}."))]
+    if number == len(graph.segments) - 1:
+        names += [str(graph.ops[i].target) for i in graph.output_refs if graph.ops[i].kind == PARAM]
+    return tuple(dict.fromkeys(names))
+
+
+def _signature(value: Any) -> tuple[Any, ...]:
+    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (value,)
+
+
+def make_traceable(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    """Derive a class that can run `model` from its graph; `inputs` are keyword arguments of its forward."""
+    from echelon.models.foreign.causal_lm import derive_class
+
+    if isinstance(model, GraphModel):
+        return model
+    template = tracing_template(model)
+    for name in listed_layers(model):
+        derive_class(model.get_submodule(name), GraphLayer)
+    derived = derive_class(model, GraphModel)
+    object.__setattr__(derived, "template", template)
+    derived.example_inputs = dict(inputs)
+    derived._forwards, derived._constants = {}, {}
+    return derived

@@ -1,0 +1,144 @@
+"""The legal strategies of every operator of a traced graph, as the solver wants them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from echelon.models.traced.traced_graph import CALL, MODULE, PARAM, TracedGraph, TracedOp
+from echelon.parallel.auto_sharding import elementwise_rules, gemm_rules, shape_rules
+from echelon.parallel.auto_sharding.op_facts import (
+    OpFacts,
+    OpStrategy,
+    Rule,
+    join_operands,
+    linear_in_one,
+    tensor_refs,
+    whole_strategies,
+)
+from echelon.parallel.auto_sharding.sharding import BROADCAST, REPLICATE, ShardableOp, Sharding, Strategy, shard
+
+RULES: dict[str, Rule] = {**elementwise_rules.RULES, **shape_rules.RULES, **gemm_rules.RULES}
+GEMMS = frozenset(("linear", "matmul", "mm", "bmm", "einsum", "conv1d", "conv2d", "conv3d", "scaled_dot_product_attention"))
+MOVES = frozenset((*shape_rules.RULES, "alias", "detach"))
+"""operators that compute nothing"""
+FUSED_BLOCKS = (1, 2, 3)
+
+
+def shardable_ops(
+    graph: TracedGraph,
+    num_ranks: int,
+    *,
+    dropouts: Collection[str] = (),
+    varying: Mapping[int, Collection[int]] | None = None,
+    whole_between_layers: bool = False,
+) -> tuple[ShardableOp, ...]:
+    """The operators of a graph with their legal strategies, and last the operator `output`.
+
+    `dropouts` are modules of which a rank may run a part. Dimensions that are `varying` with the number of rows of a
+    batch stay whole: sharding those is data parallelism's. With `whole_between_layers`, so does all that one segment
+    hands to another.
+    """
+    varying = varying or {}
+    between = {index for segment in graph.segments for index in segment.gives} if whole_between_layers else set()
+    ops = [
+        _shardable(graph, index, num_ranks, dropouts, varying, is_whole=index in between)
+        for index in range(len(graph.ops))
+    ]
+    outputs = graph.output_refs
+    ops.append(
+        ShardableOp(
+            name="output",
+            op="output",
+            inputs=outputs,
+            strategies=(Strategy((REPLICATE,) * len(outputs), REPLICATE),),
+            shape=(),
+            element_bytes=0,
+        )
+    )
+    return tuple(ops)
+
+
+def _shardable(
+    graph: TracedGraph,
+    index: int,
+    num_ranks: int,
+    dropouts: Collection[str],
+    varying: Mapping[int, Collection[int]],
+    *,
+    is_whole: bool,
+) -> ShardableOp:
+    op = graph.ops[index]
+    if op.kind in (CALL, MODULE):
+        operands = tuple(graph.ops[ref.index] for ref in tensor_refs((op.args, dict(op.kwargs))))
+        facts = OpFacts(op, operands, num_ranks)
+        candidates = (join_operands(facts, strategy) for strategy in _strategies(facts, dropouts))
+        strategies = [strategy for strategy in candidates if strategy is not None]
+    else:
+        strategies = [Strategy((), state) for state in _entry_states(op, num_ranks)]
+    strategies = [s for s in dict.fromkeys(strategies) if _keeps_whole(graph, index, s, varying)]
+    if is_whole and any(strategy.output == REPLICATE for strategy in strategies):
+        strategies = [strategy for strategy in strategies if strategy.output == REPLICATE]
+    elements = math.prod(op.shape)
+    flops = op_flops(op, [graph.ops[i] for i in op.inputs]) if op.kind == CALL else 0.0
+    reads = sum(math.prod(graph.ops[i].shape) * graph.ops[i].dtype.itemsize for i in op.inputs)
+    moves = op.op in MOVES or op.kind not in (CALL, MODULE)
+    return ShardableOp(
+        name=op.name,
+        op=op.op,
+        inputs=op.inputs,
+        strategies=tuple(strategies),
+        shape=op.shape,
+        element_bytes=op.dtype.itemsize,
+        flops=flops,
+        traffic_bytes=0.0 if moves else reads + elements * op.dtype.itemsize,
+        saved_bytes=0.0 if moves or not op.is_differentiable else elements * op.dtype.itemsize,
+        param=str(op.target) if op.kind == PARAM else "",
+    )
+
+
+def _strategies(facts: OpFacts, dropouts: Collection[str]) -> Iterator[OpStrategy]:
+    if facts.op.kind == MODULE and facts.op.target not in dropouts:
+        yield OpStrategy((REPLICATE,) * len(facts.operands), REPLICATE)
+        return
+    yield from whole_strategies(facts)
+    if facts.op.kind == MODULE:
+        yield from elementwise_rules.elementwise(facts)
+        yield from linear_in_one(facts)
+    elif facts.operands and (rule := RULES.get(facts.op.op)) is not None:
+        yield from rule(facts)
+
+
+def _entry_states(op: TracedOp, num_ranks: int) -> Iterator[Sharding]:
+    yield REPLICATE
+    if op.kind != PARAM or not op.is_differentiable:
+        return
+    yield BROADCAST
+    for dim, size in enumerate(op.shape):
+        if size % num_ranks == 0 and size >= num_ranks:
+            yield shard(dim)
+
+
+def _keeps_whole(
+    graph: TracedGraph, index: int, strategy: Strategy, varying: Mapping[int, Collection[int]]
+) -> bool:
+    """Whether no dimension that varies with the batch is sharded."""
+    states = (*zip(graph.ops[index].inputs, strategy.inputs, strict=True), (index, strategy.output))
+    return not any(state.kind == "S" and state.dim in varying.get(at, ()) for at, state in states)
+
+
+def op_flops(op: TracedOp, inputs: Sequence[TracedOp]) -> float:
+    """FLOPs of a GEMM, a convolution or an attention in forward."""
+    if op.op not in GEMMS:
+        return 0.0
+    result = math.prod(op.shape)
+    shapes = [each.shape for each in inputs]
+    if op.op in ("linear", "matmul", "mm", "bmm"):
+        return 2.0 * result * shapes[0][-1]
+    if op.op == "scaled_dot_product_attention":
+        return 2.0 * result * shapes[1][-2] * 2
+    if op.op == "einsum":
+        letters = dict(zip("".join(str(op.args[0]).split("->")[0].replace(" ", "").split(",")),
+                           (size for shape in shapes for size in shape), strict=False))
+        return 2.0 * math.prod(letters.values())
+    return 2.0 * result * math.prod(shapes[1][1:])
