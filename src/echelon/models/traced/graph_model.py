@@ -95,9 +95,7 @@ class GraphForward:
         for name, index in self.graph.mutated_buffers.items():
             owner, _, attribute = name.rpartition(".")
             self.model.get_submodule(owner)._buffers[attribute] = self.runner.finish(index, self._read(index, values))
-        return replace_refs(
-            self.graph.outputs, lambda index: self.runner.finish(index, self._read(index, values))
-        )
+        return replace_refs(self.graph.outputs, lambda index: self.runner.finish(index, self._read(index, values)))
 
     def _read(self, index: int, known: Values) -> Any:
         if index in known:

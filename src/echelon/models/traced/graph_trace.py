@@ -91,7 +91,9 @@ def trace(template: nn.Module, inputs: Mapping[str, Any]) -> TracedGraph:
     return _read_program(template, program, tuple(calls))
 
 
-def _read_program(template: nn.Module, program: torch.export.ExportedProgram, calls: tuple[ModuleCall, ...]) -> TracedGraph:
+def _read_program(
+    template: nn.Module, program: torch.export.ExportedProgram, calls: tuple[ModuleCall, ...]
+) -> TracedGraph:
     layers = listed_layers(template)
     entries = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     index_of: dict[torch.fx.Node, int] = {}
@@ -103,11 +105,12 @@ def _read_program(template: nn.Module, program: torch.export.ExportedProgram, ca
         if node.op == "output":
             outputs = node.args[0]
             continue
-        value = node.meta.get("val")
-        shape, dtype = _shape_and_dtype(value)
-        index_of[node] = len(ops)
+        shape, dtype = _shape_and_dtype(node.meta.get("val"))
         if node.op == "placeholder":
             spec = entries[node.name]
+            if spec.kind != InputKind.USER_INPUT and not node.users:
+                continue  # another name of a tied parameter, for example
+            index_of[node] = len(ops)
             kind = KIND_OF_INPUT[spec.kind]
             target = next(user_inputs) if kind == INPUT else str(spec.target)
             ops.append(
@@ -123,6 +126,7 @@ def _read_program(template: nn.Module, program: torch.export.ExportedProgram, ca
             continue
         if node.op != "call_function":
             raise UntraceableError(f"the trace of {type(template).__name__} has an operator of kind {node.op!r}")
+        index_of[node] = len(ops)
         args, kwargs = _with_refs((node.args, dict(node.kwargs)), index_of)
         path = _module_path(node)
         is_module = node.target == torch.ops.echelon.call_module.default
@@ -209,4 +213,3 @@ def _refuse_random(template: nn.Module, node: torch.fx.Node) -> None:
             f"the forward of {type(template).__name__} draws random numbers from torch's own generator ({name} in "
             f"{_module_path(node) or 'its forward'}); use nn.Dropout or echelon.RandomDraws, which every layout repeats"
         )
-

@@ -14,18 +14,19 @@ from typing import Any
 from echelon.parallel.auto_sharding.op_facts import OpFacts, OpStrategy, Rule, dim_states, linear_in_one, sharded
 from echelon.parallel.auto_sharding.sharding import BROADCAST, PARTIAL, Sharding, shard
 
-ELEMENTWISE = frozenset(
-    """abs acos acosh add addcdiv addcmul alias asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor
-    ceil celu clamp clamp_max clamp_min clone contiguous copy copysign cos cosh deg2rad detach div elu empty_like eq erf
-    erfc erfinv exp exp2 expm1 fill floor floor_divide fmod frac full_like ge gelu glu_ gt hardsigmoid hardswish hardtanh
+_ELEMENTWISE = """
+    abs acos acosh add addcdiv addcmul alias asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or
+    bitwise_xor ceil celu clamp clamp_max clamp_min clone contiguous copy copysign cos cosh deg2rad detach div elu
+    eq erf erfc erfinv exp exp2 expm1 fill floor floor_divide fmod frac ge gelu gt hardsigmoid hardswish hardtanh
     hypot isfinite isinf isnan le leaky_relu lerp lgamma log log10 log1p log2 log_sigmoid logaddexp logical_and
-    logical_not logical_or logical_xor logit lt masked_fill maximum minimum mish mul nan_to_num ne neg ones_like pow
-    prelu_ real reciprocal relu relu6 remainder round rsqrt rsub selu sgn sigmoid sign silu sin sinc sinh softplus
-    softshrink sqrt square sub tan tanh threshold to_copy _to_copy trunc type_as where xlogy zeros_like lift_fresh_copy
-    huber_loss_ log_sigmoid_forward_ silu_ dropout_module native_dropout_zero""".split()
-)
+    logical_not logical_or logical_xor logit lt masked_fill maximum minimum mish mul nan_to_num ne neg pow real
+    reciprocal relu relu6 remainder round rsqrt rsub selu sgn sigmoid sign silu sin sinc sinh softplus softshrink
+    sqrt square sub tan tanh threshold to_copy _to_copy trunc type_as where xlogy lift_fresh_copy zeros_like
+    ones_like empty_like full_like
+"""
+ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 """operators whose result at a place depends on the operands at that place"""
-LINEAR_UNARY = frozenset("neg clone contiguous alias _to_copy to_copy type_as".split())
+LINEAR_UNARY = frozenset(["neg", "clone", "contiguous", "alias", "_to_copy", "to_copy", "type_as"])
 ADDITIVE = frozenset(("add", "sub", "rsub"))
 
 
@@ -86,7 +87,7 @@ def reduction(facts: OpFacts) -> Iterator[OpStrategy]:
     """Reductions over some dimensions. A sum over a sharded dimension is a partial sum."""
     shape = facts.shape_of(0)
     dims = reduced_dims(facts)
-    keeps = bool(facts.arg(2, "keepdim", False))
+    keeps = bool(facts.arg(2 + _is_norm(facts), "keepdim", False))
     for dim, _ in dim_states(facts, shape):
         if dim in dims:
             if facts.op.op in ("sum", "mean"):
@@ -102,18 +103,21 @@ def reduction(facts: OpFacts) -> Iterator[OpStrategy]:
 def reduced_dims(facts: OpFacts) -> tuple[int, ...]:
     """The dimensions that a reduction reduces."""
     shape = facts.shape_of(0)
-    given: Any = facts.arg(1, "dim", None)
-    if facts.op.op in ("argmax", "argmin", "all", "any", "amax", "amin", "max", "min") and isinstance(given, bool):
-        given = None
+    given: Any = facts.arg(1 + _is_norm(facts), "dim", None)
     dims = range(len(shape)) if given is None or given == [] else given if isinstance(given, list | tuple) else [given]
     return tuple(_normal(dim, len(shape)) for dim in dims)
+
+
+def _is_norm(facts: OpFacts) -> bool:
+    """Its second argument is the order of the norm."""
+    return facts.op.op == "linalg_vector_norm"
 
 
 def normalization(facts: OpFacts) -> Iterator[OpStrategy]:
     """Layer and RMS norms over the last dimensions: sharded on any other, with weights of every rank."""
     shape = facts.shape
     normed: Any = facts.arg(1)
-    for dim, state in dim_states(facts, shape[: len(shape) - len(normed)]):
+    for _dim, state in dim_states(facts, shape[: len(shape) - len(normed)]):
         yield sharded([state, *[BROADCAST] * (len(facts.operands) - 1)], state, facts)
 
 
@@ -141,8 +145,12 @@ def _normal(dim: int, rank: int) -> int:
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, elementwise),
-    **dict.fromkeys(("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp"), along_dim),
-    **dict.fromkeys(("sum", "mean", "amax", "amin", "any", "all", "argmax", "argmin", "logsumexp", "prod"), reduction),
+    **dict.fromkeys(
+        ("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp"), along_dim
+    ),
+    **dict.fromkeys(
+        ("sum", "mean", "amax", "amin", "any", "all", "argmax", "argmin", "logsumexp", "linalg_vector_norm"), reduction
+    ),
     **dict.fromkeys(("layer_norm", "rms_norm"), normalization),
     "group_norm": group_norm,
     **dict.fromkeys(("mse_loss", "l1_loss"), pointwise_loss),

@@ -47,9 +47,7 @@ def matmul(facts: OpFacts) -> Iterator[OpStrategy]:
     for dim in range(rank - 2):
         if facts.divides(facts.shape[dim]):
             own = [dim - (rank - len(shape)) for shape in (a, b)]
-            states = [
-                shard(d) if d >= 0 and shape[d] != 1 else BROADCAST for d, shape in zip(own, (a, b), strict=True)
-            ]
+            states = [shard(d) if d >= 0 and shape[d] != 1 else BROADCAST for d, shape in zip(own, (a, b), strict=True)]
             yield sharded(states, shard(dim), facts)
     if facts.divides(a[-2]):
         yield sharded([shard(len(a) - 2), BROADCAST], shard(rank - 2), facts)
@@ -86,12 +84,9 @@ def convolution(facts: OpFacts) -> Iterator[OpStrategy]:
     """Channels are sharded as the features of a linear are; those of groups with their groups."""
     weight, has_bias = facts.shape_of(1), len(facts.operands) == 3
     groups = int(facts.arg(6, "groups", 1))
-    if isinstance(facts.arg(6, "groups", 1), bool):
-        return
-    if groups == 1 or groups % facts.num_ranks == 0:
-        if facts.divides(weight[0]):
-            x = BROADCAST if groups == 1 else shard(1)
-            yield sharded([x, shard(0), *[shard(0)] * has_bias], shard(1), facts)
+    if (groups == 1 or groups % facts.num_ranks == 0) and facts.divides(weight[0]):
+        x = BROADCAST if groups == 1 else shard(1)
+        yield sharded([x, shard(0), *[shard(0)] * has_bias], shard(1), facts)
     if groups == 1 and facts.divides(weight[1]):
         yield sharded([shard(1), shard(1), *[REPLICATE] * has_bias], PARTIAL, facts)
     if facts.divides(facts.shape[0]):
@@ -183,8 +178,15 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(names("gather", "index_select"), gather),
     **dict.fromkeys(
         names(
-            "max_pool2d", "avg_pool2d", "max_pool1d", "avg_pool1d", "adaptive_avg_pool2d", "upsample_nearest2d",
-            "upsample_bilinear2d", "upsample_nearest1d", "pixel_shuffle_",
+            "max_pool2d",
+            "avg_pool2d",
+            "max_pool1d",
+            "avg_pool1d",
+            "adaptive_avg_pool2d",
+            "upsample_nearest2d",
+            "upsample_bilinear2d",
+            "upsample_nearest1d",
+            "pixel_shuffle_",
         ),
         interpolate,
     ),

@@ -22,11 +22,11 @@ from echelon.models.traced.traced_graph import TracedOp
 from echelon.parallel.auto_sharding.elementwise_rules import reduced_dims
 from echelon.parallel.auto_sharding.op_facts import OpFacts
 from echelon.parallel.auto_sharding.shard_conversion import local_shape
-from echelon.parallel.auto_sharding.sharding import Sharding, Strategy
+from echelon.parallel.auto_sharding.sharding import Sharding, Strategy, shard
 from echelon.parallel.comm.mesh_axis import MeshAxis
 from echelon.parallel.tp.vocab_cross_entropy import local_row_index, vocab_parallel_cross_entropy
 
-VIEWS = ("view", "reshape", "_unsafe_view", "expand")
+VIEWS = ("view", "reshape", "_unsafe_view")
 LocalCall = Callable[..., Any]
 
 
@@ -36,12 +36,17 @@ def local_call(facts: OpFacts, strategy: Strategy, axis: MeshAxis) -> LocalCall:
     assert callable(target)
     state = dict(zip(op.inputs, strategy.inputs, strict=True))
     first = state.get(op.inputs[0]) if op.inputs else None
-    if op.op in VIEWS:
-        return _with_arg(target, 1, list(local_shape(op.shape, strategy.output, axis.size)))
+    own_shape = local_shape(op.shape, strategy.output, axis.size)
+    if op.op in VIEWS:  # a slice may lie in memory otherwise than the whole did: reshape copies where it must
+        return lambda x, *_shape: x.reshape(own_shape)
+    if op.op == "expand":
+        return _with_arg(target, 1, list(own_shape))
     if first is None or all(each.kind != "S" for each in strategy.inputs):
         return target
-    if op.op in ("split", "split_with_sizes") and first.kind == "S" and first.dim == facts.arg(2, "dim", 0) % len(
-        facts.shape_of(0)
+    if (
+        op.op in ("split", "split_with_sizes")
+        and first.kind == "S"
+        and first.dim == facts.arg(2, "dim", 0) % len(facts.shape_of(0))
     ):
         sizes = facts.arg(1)
         local: Any = sizes // axis.size if isinstance(sizes, int) else [size // axis.size for size in sizes]
@@ -84,14 +89,13 @@ def _biased_once(product: Callable[[Tensor, Tensor], Tensor], shape: Sequence[in
 
 def _convolution(facts: OpFacts, strategy: Strategy, axis: MeshAxis) -> LocalCall:
     target: Any = facts.op.target
-    settings = (*facts.op.args[3:], *([1, 0, 1, 1] if "2d" in facts.op.op else [1, 0, 1, 1])[len(facts.op.args[3:]) :])
+    settings, is_grouped = facts.op.args[3:], int(facts.arg(6, "groups", 1)) > 1
     if strategy.output.kind == "P":
         shape = (-1, *[1] * (len(facts.shape) - 2))
         return _biased_once(lambda x, weight: target(x, weight, None, *settings), shape, axis)
-    groups = int(settings[3])
-    if strategy.output == strategy.inputs[0] and groups > 1 and strategy.output.dim == 1:
-        settings = (*settings[:3], groups // axis.size)
-    return lambda x, weight, bias=None, *_others: target(x, weight, bias, *settings)
+    if is_grouped and strategy.inputs[0] == strategy.output == shard(1):
+        return _with_arg(target, 6, int(facts.arg(6)) // axis.size)
+    return target  # type: ignore[no-any-return]
 
 
 def _vocab_lookup(vocab_size: int, axis: MeshAxis) -> LocalCall:

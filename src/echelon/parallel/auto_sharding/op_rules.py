@@ -19,7 +19,9 @@ from echelon.parallel.auto_sharding.op_facts import (
 from echelon.parallel.auto_sharding.sharding import BROADCAST, REPLICATE, ShardableOp, Sharding, Strategy, shard
 
 RULES: dict[str, Rule] = {**elementwise_rules.RULES, **shape_rules.RULES, **gemm_rules.RULES}
-GEMMS = frozenset(("linear", "matmul", "mm", "bmm", "einsum", "conv1d", "conv2d", "conv3d", "scaled_dot_product_attention"))
+GEMMS = frozenset(
+    ("linear", "matmul", "mm", "bmm", "einsum", "conv1d", "conv2d", "conv3d", "scaled_dot_product_attention")
+)
 MOVES = frozenset((*shape_rules.RULES, "alias", "detach"))
 """operators that compute nothing"""
 FUSED_BLOCKS = (1, 2, 3)
@@ -119,9 +121,7 @@ def _entry_states(op: TracedOp, num_ranks: int) -> Iterator[Sharding]:
             yield shard(dim)
 
 
-def _keeps_whole(
-    graph: TracedGraph, index: int, strategy: Strategy, varying: Mapping[int, Collection[int]]
-) -> bool:
+def _keeps_whole(graph: TracedGraph, index: int, strategy: Strategy, varying: Mapping[int, Collection[int]]) -> bool:
     """Whether no dimension that varies with the batch is sharded."""
     states = (*zip(graph.ops[index].inputs, strategy.inputs, strict=True), (index, strategy.output))
     return not any(state.kind == "S" and state.dim in varying.get(at, ()) for at, state in states)
@@ -138,7 +138,12 @@ def op_flops(op: TracedOp, inputs: Sequence[TracedOp]) -> float:
     if op.op == "scaled_dot_product_attention":
         return 2.0 * result * shapes[1][-2] * 2
     if op.op == "einsum":
-        letters = dict(zip("".join(str(op.args[0]).split("->")[0].replace(" ", "").split(",")),
-                           (size for shape in shapes for size in shape), strict=False))
+        letters = dict(
+            zip(
+                "".join(str(op.args[0]).split("->")[0].replace(" ", "").split(",")),
+                (size for shape in shapes for size in shape),
+                strict=False,
+            )
+        )
         return 2.0 * math.prod(letters.values())
     return 2.0 * result * math.prod(shapes[1][1:])

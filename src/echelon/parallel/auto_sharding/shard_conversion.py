@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,20 +14,20 @@ from echelon.parallel.comm.autograd_collective import with_backward
 from echelon.parallel.comm.mesh_axis import MeshAxis
 
 
-def convert(x: Tensor, source: Sharding, target: Sharding, axis: MeshAxis, shape: Sequence[int]) -> Tensor:
-    """Return what this rank holds in `target` of a tensor of `shape` on one device, of which it holds `x`."""
+def convert(x: Any, source: Sharding, target: Sharding, axis: MeshAxis) -> Any:
+    """Return what this rank holds in `target` of a tensor of which it holds `x` in `source`; of each of several."""
     if source == target:
         return x
-    forward, backward = _exchanges(source, target, axis, shape)
+    if isinstance(x, tuple | list):
+        return tuple(convert(item, source, target, axis) for item in x)
+    forward, backward = _exchanges(source, target, axis)
     return with_backward(x, forward, backward) if x.requires_grad else forward(x)
 
 
 Exchange = Callable[[Tensor], Tensor]
 
 
-def _exchanges(
-    source: Sharding, target: Sharding, axis: MeshAxis, shape: Sequence[int]
-) -> tuple[Exchange, Exchange]:
+def _exchanges(source: Sharding, target: Sharding, axis: MeshAxis) -> tuple[Exchange, Exchange]:
     """What happens to the tensor in forward, and to its gradient in backward."""
     kinds = source.kind + target.kind
     if kinds == "RB":
@@ -38,7 +39,7 @@ def _exchanges(
     if kinds == "RS":
         return partial(own_slice, state=target, axis=axis), partial(_all_gather, state=target, axis=axis)
     if kinds == "BS":
-        return partial(own_slice, state=target, axis=axis), partial(_pad_slice, state=target, axis=axis, shape=shape)
+        return partial(own_slice, state=target, axis=axis), partial(_pad_slice, state=target, axis=axis)
     if kinds == "SR":
         return partial(_all_gather, state=source, axis=axis), partial(own_slice, state=source, axis=axis)
     if kinds == "SB":
@@ -88,11 +89,11 @@ def _all_gather(x: Tensor, state: Sharding, axis: MeshAxis) -> Tensor:
     return _from_rank_dim(axis.all_gather(x.contiguous()), state).contiguous()
 
 
-def _pad_slice(x: Tensor, state: Sharding, axis: MeshAxis, shape: Sequence[int]) -> Tensor:
+def _pad_slice(x: Tensor, state: Sharding, axis: MeshAxis) -> Tensor:
     """A full tensor of zeros but for this rank's slice."""
     parts = x.new_zeros(axis.size, *x.shape)
     parts[axis.index] = x
-    return _from_rank_dim(parts, state).reshape(tuple(shape))
+    return _from_rank_dim(parts, state)
 
 
 def _reduce_scatter(x: Tensor, state: Sharding, axis: MeshAxis) -> Tensor:
@@ -119,4 +120,3 @@ def local_shape(shape: Sequence[int], state: Sharding, num_ranks: int) -> tuple[
     if state.kind != "S":
         return tuple(shape)
     return tuple(size // num_ranks if dim == state.dim else size for dim, size in enumerate(shape))
-
