@@ -82,14 +82,20 @@ def _with_moe_layers(table: dict[str, str], config: ModelConfig, moe: MoEConfig)
     return result
 
 
-def get_tp_split(model: nn.Module) -> dict[str, str]:
-    """The model's table of tensor-parallel roles."""
+def find_tp_split(model: nn.Module) -> dict[str, str]:
+    """The model's table of tensor-parallel roles; empty if it has none."""
     config = getattr(model, "config", None)
-    table = getattr(model, "split", None) or (_split_table(config) if isinstance(config, ModelConfig) else None)
+    table = getattr(model, "split", None) or (_split_table(config) if isinstance(config, ModelConfig) else {})
+    return dict(table)
+
+
+def get_tp_split(model: nn.Module) -> dict[str, str]:
+    """The model's table of tensor-parallel roles. Raises ValueError if it has none."""
+    table = find_tp_split(model)
     if not table:
         raise ValueError(
-            f"tp > 1 requires an attribute `split` of {type(model).__name__}; "
-            "add it, from module patterns to roles "
+            f"tp > 1 requires inputs of the forward of {type(model).__name__}, from which its split is derived, or an "
+            "attribute `split`; give `inputs`, or a table from module patterns to roles "
             '(for instance {"mlp": "region", "mlp.up": "column", "mlp.down": "row"}), or use tp=1'
         )
-    return dict(table)
+    return table

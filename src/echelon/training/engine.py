@@ -43,6 +43,7 @@ from echelon.layout.collective import Collective
 from echelon.models.foreign.causal_lm import ForeignCausalLM, adapt_if_foreign
 from echelon.models.layers import check_loss_output
 from echelon.models.model_config import ModelConfig
+from echelon.models.traced.trace_on_demand import trace_if_needed
 from echelon.optim import cost, offload_support, optimizer_groups
 from echelon.optim.flat_segments import build_flat_segments
 from echelon.optim.optimizer_protocol import ShardedOptimizer
@@ -104,12 +105,15 @@ class Engine:
         options: ParallelOptions | None = None,
         loss_scale: LossScale | None = None,
         recorder: FlightRecorder | None = None,
+        inputs: Batch | None = None,
     ):
+        """`inputs` are keyword arguments of the forward: a module that declares no split, or no stages, is traced."""
         model = adapt_if_foreign(model)
         layout = check_layout(str(layout), world=world_size(), model=model_config_of(model))
         rule: UpdateRule = optimizer or OptimizerConfig()
         self.update_rule, self.clip = rule, clip
         options, loss_scale = options or ParallelOptions(), loss_scale or LossScale()
+        model = trace_if_needed(model, layout, inputs, options.compute_dtype)
         validate_engine(rule, layout, clip=clip, master=options.master_dtype, loss_scale=loss_scale)
         state_bytes = cost.state_bytes_per_element(rule, options.master_dtype.itemsize)
         on_device = offload_support.updates_on_device(rule)

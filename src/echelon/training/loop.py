@@ -31,6 +31,8 @@ from echelon.faults.injector import Injector
 from echelon.faults.watchdog import Watchdog, watch_run
 from echelon.launch.world import World, join_process_group
 from echelon.layout import Mesh, check_layout
+from echelon.models.traced.graph_model import TRACED_ROWS
+from echelon.models.traced.trace_on_demand import trace_if_needed
 from echelon.parallel.comm.axis_names import WORLD_AXIS
 from echelon.parallel.parallel_options import ParallelOptions
 from echelon.pipeline.execution.layer_timing import broadcast_profile, measure_profile, measure_split
@@ -131,6 +133,7 @@ class TrainingLoop:
             options=options,
             loss_scale=loss_scale_settings(config),
             recorder=recorder,
+            inputs=self.task.example_inputs(TRACED_ROWS),
         )
         self.engine.model.train()
         axes = self.engine.parallel.axes
@@ -149,7 +152,12 @@ class TrainingLoop:
         device, dtype = options.device, options.compute_dtype
         inputs = self.task.example_inputs
         return broadcast_profile(
-            lambda: measure_profile(self.task.build(), inputs(self.layout.microbatch), device=device, dtype=dtype)
+            lambda: measure_profile(
+                trace_if_needed(self.task.build(), self.layout, inputs(TRACED_ROWS), dtype),
+                inputs(self.layout.microbatch),
+                device=device,
+                dtype=dtype,
+            )
         )
 
     # -- one step -----------------------------------------------------------------------------------------------------

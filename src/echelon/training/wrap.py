@@ -27,6 +27,7 @@ from echelon.layout.placement import Piece
 from echelon.memory.checkpointing.checkpoint_wrapper import recompute_context
 from echelon.memory.checkpointing.memory_budget import MemoryBudget
 from echelon.models.foreign.causal_lm import adapt_if_foreign
+from echelon.models.traced.trace_on_demand import trace_if_needed
 from echelon.parallel.apply import apply
 from echelon.parallel.comm.axis_names import WORLD_AXIS
 from echelon.parallel.comm.mesh_axis import MeshAxis, world_size
@@ -43,10 +44,12 @@ class WrappedModel(nn.Module):
     `parameters()` are what this rank's optimizer updates: the model's parameters (zero=0), or flat shards of them.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, options: ParallelOptions):
+    def __init__(
+        self, model: nn.Module, layout: Layout, options: ParallelOptions, inputs: Mapping[str, Tensor] | None = None
+    ):
         super().__init__()
         self.layout = layout
-        model = adapt_if_foreign(model)
+        model = trace_if_needed(adapt_if_foreign(model), layout, inputs, options.compute_dtype)
         num_experts = experts_per_moe_layer(model, layout)
         self._parallel = apply(model, layout, options)
         self.module = self._parallel.model
@@ -276,11 +279,13 @@ class _GlobalMean(Function):
         return gradients[0] * ctx.factor, None, None
 
 
-def wrap(model: nn.Module, layout: Layout | str = "", **options: Any) -> WrappedModel:
+def wrap(
+    model: nn.Module, layout: Layout | str = "", *, inputs: Mapping[str, Tensor] | None = None, **options: Any
+) -> WrappedModel:
     """Apply a layout to a model in place, over the default process group; its device and dtype stay.
 
-    Every rank starts from the values of rank 0, as in DDP. Options: `reshard_after_forward`, `prefetch`,
-    `units`, `seed`.
+    Every rank starts from the values of rank 0, as in DDP. With tp, a module without a table `split` is traced with
+    `inputs`, keyword arguments of its forward. Options: `reshard_after_forward`, `prefetch`, `units`, `seed`.
 
     >>> model = ec.wrap(torch.nn.Linear(4, 2), "dp=1")
     >>> optimizer = torch.optim.AdamW(model.parameters())
@@ -300,7 +305,7 @@ def wrap(model: nn.Module, layout: Layout | str = "", **options: Any) -> Wrapped
     chosen = ParallelOptions(device=device, compute_dtype=first.dtype, master_dtype=master, user_loop=True, **options)
     if not first.is_meta:
         _broadcast_from_first_rank(model)
-    return WrappedModel(model, layout, chosen)
+    return WrappedModel(model, layout, chosen, inputs)
 
 
 def _refuse_without_engine(layout: Layout, *, kernels: str) -> None:

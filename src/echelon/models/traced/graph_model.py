@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from echelon.models.layer_lists import listed_layers
-from echelon.models.pipeline_model import PipelineLayer, PipelineModel
+from echelon.models.pipeline_model import PipelineLayer, PipelineModel, is_within
 from echelon.models.traced.graph_trace import trace, tracing_template
 from echelon.models.traced.traced_graph import BUFFER, CONSTANT, INPUT, MODULE, PARAM, TracedGraph, replace_refs
 
+TRACED_ROWS = 2
+"""rows of the batch that an example trace sees"""
 Values = dict[int, Any]
 """results of operators"""
 
@@ -130,7 +132,8 @@ class GraphModel(nn.Module):
 
     example_inputs: Mapping[str, Any]
     """keyword arguments of the forward, for a first trace"""
-    template: nn.Module
+    _template: tuple[nn.Module]
+    """in a tuple, or its parameters would be the model's"""
     runs_graph = False
     """forward runs from the graph; else as written"""
     make_runner: Callable[[TracedGraph], OpRunner] = OpRunner
@@ -154,13 +157,18 @@ class GraphModel(nn.Module):
         """What all segments of one forward share."""
         return GraphForward(self, self._runner(inputs), inputs)
 
+    @property
+    def template(self) -> nn.Module:
+        """The module as it was given, without the memory of its parameters: what is traced."""
+        return self._template[0]
+
     def example_graph(self) -> TracedGraph:
         """The graph of a forward of the example's inputs."""
         return trace(self.template, self.example_inputs)
 
     def retype(self, dtype: torch.dtype) -> None:
         """Trace with parameters of another dtype from now on."""
-        self.template = tracing_template(self.template, dtype)
+        self._template = (tracing_template(self.template, dtype),)
         self.example_inputs = {
             key: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
             for key, value in self.example_inputs.items()
@@ -170,7 +178,7 @@ class GraphModel(nn.Module):
         key = (self.training, *((name, *_signature(value)) for name, value in sorted(inputs.items())))
         if key not in self._forwards:
             self.template.train(self.training)
-            self._forwards[key] = type(self).make_runner(trace(self.template, inputs))
+            self._forwards[key] = self.make_runner(trace(self.template, inputs))
         return self._forwards[key]
 
     def live_buffer(self, name: str) -> Tensor:
@@ -195,15 +203,20 @@ class GraphModel(nn.Module):
         self.runs_graph = True
         graph = self.example_graph()
         everywhere = tuple(str(graph.ops[index].target) for index in graph.shared if graph.ops[index].kind == MODULE)
-        numbers = range(len(graph.segments))
+        used = [_modules_of(graph, number) for number in range(len(graph.segments))]
+        tied = _tied_names(self.template)
+        held = [{name for module in modules for name in tied.get(module, (module,))} for modules in used]
+        held[-1] |= {
+            name
+            for name, _ in self.named_parameters(remove_duplicate=False)
+            if not any(is_within(name, module) for modules in held for module in modules)
+        }  # parameters that no operator reads
         return PipelineModel(
             layers=tuple(
                 PipelineLayer(
-                    _segment_name(graph, number),
-                    tuple(dict.fromkeys((*_modules_of(graph, number), *everywhere))),
-                    self._segment_runner(number),
+                    _segment_name(graph, number), (*sorted(held[number]), *everywhere), self._segment_runner(number)
                 )
-                for number in numbers
+                for number in range(len(graph.segments))
             ),
             shared=self.start_forward,
         )
@@ -252,6 +265,14 @@ def _modules_of(graph: TracedGraph, number: int) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+def _tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """All names of each parameter, by each of them."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name: tuple(group) for group in names.values() for name in group}
+
+
 def _signature(value: Any) -> tuple[Any, ...]:
     return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (value,)
 
@@ -266,7 +287,7 @@ def make_traceable(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
     for name in listed_layers(model):
         derive_class(model.get_submodule(name), GraphLayer)
     derived = derive_class(model, GraphModel)
-    object.__setattr__(derived, "template", template)
+    derived._template = (template,)
     derived.example_inputs = dict(inputs)
     derived._forwards, derived._constants = {}, {}
     return derived

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,6 +28,10 @@ from echelon.models.traced.traced_graph import (
     ValueRef,
 )
 
+NAMED_BY_MODULE = frozenset(
+    ("linear", "embedding", "layer_norm", "rms_norm", "group_norm", "conv1d", "conv2d", "conv3d")
+)
+"""operators that a module of torch consists of"""
 RANDOM_OPS = ("rand", "randn", "randint", "randperm", "bernoulli", "normal", "uniform", "multinomial", "dropout")
 """words of operators that draw from torch's own generator"""
 KIND_OF_INPUT = {
@@ -88,69 +93,95 @@ def trace(template: nn.Module, inputs: Mapping[str, Any]) -> TracedGraph:
                 f"the forward of {type(template).__name__} cannot be traced without values "
                 f"({type(error).__name__}: {first[0][:200]}); let shapes and branches depend on sizes alone"
             ) from error
-    return _read_program(template, program, tuple(calls))
+    device = next((value.device for value in inputs.values() if isinstance(value, Tensor)), torch.device("cpu"))
+    return _read_program(template, program, tuple(calls), device)
 
 
 def _read_program(
-    template: nn.Module, program: torch.export.ExportedProgram, calls: tuple[ModuleCall, ...]
+    template: nn.Module, program: torch.export.ExportedProgram, calls: tuple[ModuleCall, ...], device: torch.device
 ) -> TracedGraph:
-    layers = listed_layers(template)
-    entries = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
-    index_of: dict[torch.fx.Node, int] = {}
-    ops: list[TracedOp] = []
-    user_inputs = iter(_input_names(program))
-    trainable = {name for name, p in template.named_parameters(remove_duplicate=False) if p.requires_grad}
+    reader = _ProgramReader(template, program, calls, device)
+    live = _live_nodes(program)
     outputs: Sequence[Any] = ()
     for node in program.graph.nodes:
         if node.op == "output":
             outputs = node.args[0]
-            continue
-        shape, dtype = _shape_and_dtype(node.meta.get("val"))
-        if node.op == "placeholder":
-            spec = entries[node.name]
-            if spec.kind != InputKind.USER_INPUT and not node.users:
-                continue  # another name of a tied parameter, for example
-            index_of[node] = len(ops)
-            kind = KIND_OF_INPUT[spec.kind]
-            target = next(user_inputs) if kind == INPUT else str(spec.target)
-            ops.append(
-                TracedOp(
-                    name=target,
-                    kind=kind,
-                    target=target,
-                    shape=shape,
-                    dtype=dtype,
-                    is_differentiable=kind == PARAM and target in trainable,
-                )
-            )
-            continue
-        if node.op != "call_function":
-            raise UntraceableError(f"the trace of {type(template).__name__} has an operator of kind {node.op!r}")
-        index_of[node] = len(ops)
-        args, kwargs = _with_refs((node.args, dict(node.kwargs)), index_of)
+        elif node in live:
+            reader.read(node)
+    return _finish(program, reader.ops, reader.index_of, outputs, calls)
+
+
+def _live_nodes(program: torch.export.ExportedProgram) -> set[torch.fx.Node]:
+    """Nodes that the results depend on: without checks of metadata, and other names of a tied parameter."""
+    live: set[torch.fx.Node] = set()
+    for node in reversed(program.graph.nodes):
+        if node.op == "output" or node in live:
+            live.update((node, *node.all_input_nodes))
+    return live
+
+
+class _ProgramReader:
+    """Reads the nodes of an exported program, in order."""
+
+    def __init__(
+        self,
+        template: nn.Module,
+        program: torch.export.ExportedProgram,
+        calls: tuple[ModuleCall, ...],
+        device: torch.device,
+    ):
+        self.template, self.calls, self.device = template, calls, device
+        self.layers = listed_layers(template)
+        self.entries = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+        names = [spec.arg.name for spec in program.graph_signature.input_specs if spec.kind == InputKind.USER_INPUT]
+        self.input_names = dict(zip(names, _input_names(program), strict=True))
+        self.trainable = {name for name, p in template.named_parameters(remove_duplicate=False) if p.requires_grad}
+        self.ops: list[TracedOp] = []
+        self.index_of: dict[torch.fx.Node, int] = {}
+        self._names: Counter[str] = Counter()
+
+    def read(self, node: torch.fx.Node) -> None:
+        if node.op not in ("placeholder", "call_function"):
+            raise UntraceableError(f"the trace of {type(self.template).__name__} has an operator of kind {node.op!r}")
+        self.index_of[node] = len(self.ops)
+        self.ops.append(self._entry(node) if node.op == "placeholder" else self._call(node))
+
+    def _entry(self, node: torch.fx.Node) -> TracedOp:
+        spec = self.entries[node.name]
+        kind = KIND_OF_INPUT[spec.kind]
+        name = self.input_names[node.name] if kind == INPUT else str(spec.target)
+        trains = kind == PARAM and name in self.trainable
+        return TracedOp(name=name, kind=kind, target=name, is_differentiable=trains, **_result(node))
+
+    def _call(self, node: torch.fx.Node) -> TracedOp:
+        args, kwargs = _with_refs((node.args, dict(node.kwargs)), self.index_of, self.device)
         path = _module_path(node)
-        is_module = node.target == torch.ops.echelon.call_module.default
         target: Any = DIFFERENTIABLE.get(node.target, node.target)
+        is_module = target == torch.ops.echelon.call_module.default
         if is_module:
-            call = calls[args[1]]
-            target, kwargs, args = call.module, {"call": args[1]}, (args[0],)
-        _refuse_random(template, node)
-        layer = next((layer for layer in layers if path == layer or path.startswith(f"{layer}.")), "")
-        made = TracedOp(
+            target, kwargs, args = self.calls[args[1]].module, {"call": args[1]}, (args[0],)
+            path = target
+        _refuse_random(self.template, node)
+        op = TracedOp(
             name=node.name,
             kind=MODULE if is_module else CALL,
             target=target,
             args=tuple(args),
             kwargs=kwargs,
-            layer=layer,
-            module=target if is_module else path,
-            shape=shape,
-            dtype=dtype,
+            layer=next((layer for layer in self.layers if path == layer or path.startswith(f"{layer}.")), ""),
+            module=path,
+            **_result(node),
         )
-        flows = dtype.is_floating_point and node.target is not torch.ops.aten.detach.default
-        depends = flows and (is_module or any(ops[index].is_differentiable for index in made.inputs))
-        ops.append(replace(made, is_differentiable=depends))
-    return _finish(program, ops, index_of, outputs, calls)
+        flows = op.dtype.is_floating_point and node.target is not torch.ops.aten.detach.default
+        depends = flows and (is_module or any(self.ops[index].is_differentiable for index in op.inputs))
+        return replace(op, name=self._readable_name(op), is_differentiable=depends)
+
+    def _readable_name(self, op: TracedOp) -> str:
+        """`blocks.0.up` for the operator that a module is, `blocks.0.gelu` for others, numbered where several are."""
+        is_the_module = op.kind == MODULE or op.op in NAMED_BY_MODULE
+        base = op.module if is_the_module and op.module else f"{op.module}.{op.op}".lstrip(".")
+        self._names[base] += 1
+        return base if self._names[base] == 1 else f"{base}#{self._names[base]}"
 
 
 def _finish(
@@ -181,22 +212,30 @@ def _input_names(program: torch.export.ExportedProgram) -> list[str]:
     return [key for key, value in kwargs.items() if isinstance(value, Tensor)]
 
 
-def _shape_and_dtype(value: Any) -> tuple[tuple[int, ...], torch.dtype]:
-    if isinstance(value, tuple | list):
-        value = next((item for item in value if isinstance(item, Tensor)), None)
-    if not isinstance(value, Tensor):
-        return (), torch.float32
-    return tuple(int(size) for size in value.shape), value.dtype
+def _result(node: torch.fx.Node) -> dict[str, Any]:
+    """Shape and dtype of a node's result, or of the first of several."""
+    value = node.meta.get("val")
+    tensors = [item for item in (value if isinstance(value, tuple | list) else (value,)) if isinstance(item, Tensor)]
+    if not tensors:
+        return {}
+    return {
+        "shape": tuple(int(size) for size in tensors[0].shape),
+        "dtype": tensors[0].dtype,
+        "num_elements": sum(int(tensor.numel()) for tensor in tensors),
+    }
 
 
-def _with_refs(value: Any, index_of: Mapping[torch.fx.Node, int]) -> Any:
+def _with_refs(value: Any, index_of: Mapping[torch.fx.Node, int], device: torch.device | None = None) -> Any:
+    """Arguments of a node, with references to others; what it makes lies on the device of the inputs."""
     if isinstance(value, torch.fx.Node):
         return ValueRef(index_of[value])
+    if isinstance(value, torch.device):
+        return device or value
     if isinstance(value, tuple | list):
-        items = [_with_refs(item, index_of) for item in value]
+        items = [_with_refs(item, index_of, device) for item in value]
         return tuple(items) if isinstance(value, tuple) else items
     if isinstance(value, Mapping):
-        return {key: _with_refs(item, index_of) for key, item in value.items()}
+        return {key: _with_refs(item, index_of, device) for key, item in value.items()}
     return value
 
 

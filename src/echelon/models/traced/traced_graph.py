@@ -50,6 +50,8 @@ class TracedOp:
     """the innermost module whose forward called it"""
     shape: tuple[int, ...] = ()
     """of its result, or of the first of several"""
+    num_elements: int = 1
+    """of all its results"""
     dtype: torch.dtype = torch.float32
     is_differentiable: bool = False
     """its result depends on a parameter, by operators with a derivative"""

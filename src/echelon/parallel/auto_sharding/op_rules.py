@@ -22,9 +22,10 @@ RULES: dict[str, Rule] = {**elementwise_rules.RULES, **shape_rules.RULES, **gemm
 GEMMS = frozenset(
     ("linear", "matmul", "mm", "bmm", "einsum", "conv1d", "conv2d", "conv3d", "scaled_dot_product_attention")
 )
+UPDATE_BYTES = 28.0
+"""read and written for each element by AdamW in float32: gradient, weight and two moments"""
 MOVES = frozenset((*shape_rules.RULES, "alias", "detach"))
 """operators that compute nothing"""
-FUSED_BLOCKS = (1, 2, 3)
 
 
 def shardable_ops(
@@ -77,26 +78,39 @@ def _shardable(
         candidates = (join_operands(facts, strategy) for strategy in _strategies(facts, dropouts))
         strategies = [strategy for strategy in candidates if strategy is not None]
     else:
-        strategies = [Strategy((), state) for state in _entry_states(op, num_ranks)]
+        strategies = [
+            Strategy((), state, 1 / num_ranks if state.kind == "S" else 1.0) for state in _entry_states(op, num_ranks)
+        ]
     strategies = [s for s in dict.fromkeys(strategies) if _keeps_whole(graph, index, s, varying)]
     if is_whole and any(strategy.output == REPLICATE for strategy in strategies):
         strategies = [strategy for strategy in strategies if strategy.output == REPLICATE]
-    elements = math.prod(op.shape)
     flops = op_flops(op, [graph.ops[i] for i in op.inputs]) if op.kind == CALL else 0.0
-    reads = sum(math.prod(graph.ops[i].shape) * graph.ops[i].dtype.itemsize for i in op.inputs)
-    moves = op.op in MOVES or op.kind not in (CALL, MODULE)
+    reads = sum(graph.ops[i].num_elements * graph.ops[i].dtype.itemsize for i in op.inputs)
+    moves = _only_moves(op)
     return ShardableOp(
         name=op.name,
         op=op.op,
         inputs=op.inputs,
         strategies=tuple(strategies),
-        shape=op.shape,
+        # Several results are converted together.
+        shape=op.shape if op.num_elements == math.prod(op.shape) else (op.num_elements,),
         element_bytes=op.dtype.itemsize,
         flops=flops,
-        traffic_bytes=0.0 if moves else reads + elements * op.dtype.itemsize,
-        saved_bytes=0.0 if moves or not op.is_differentiable else elements * op.dtype.itemsize,
+        traffic_bytes=_traffic_bytes(op, reads),
+        saved_bytes=0.0 if moves or not op.is_differentiable else op.num_elements * op.dtype.itemsize,
         param=str(op.target) if op.kind == PARAM else "",
     )
+
+
+def _only_moves(op: TracedOp) -> bool:
+    return op.op in MOVES or op.kind not in (CALL, MODULE)
+
+
+def _traffic_bytes(op: TracedOp, read_bytes: float) -> float:
+    """Bytes that an operator moves in forward; of a parameter, a third of those that its update moves in a step."""
+    if op.kind == PARAM and op.is_differentiable:
+        return op.num_elements * UPDATE_BYTES / 3
+    return 0.0 if _only_moves(op) else read_bytes + op.num_elements * op.dtype.itemsize
 
 
 def _strategies(facts: OpFacts, dropouts: Collection[str]) -> Iterator[OpStrategy]:
@@ -113,9 +127,10 @@ def _strategies(facts: OpFacts, dropouts: Collection[str]) -> Iterator[OpStrateg
 
 def _entry_states(op: TracedOp, num_ranks: int) -> Iterator[Sharding]:
     yield REPLICATE
-    if op.kind != PARAM or not op.is_differentiable:
+    if op.kind != PARAM or not op.dtype.is_floating_point:
         return
-    yield BROADCAST
+    if op.is_differentiable:
+        yield BROADCAST
     for dim, size in enumerate(op.shape):
         if size % num_ranks == 0 and size >= num_ranks:
             yield shard(dim)

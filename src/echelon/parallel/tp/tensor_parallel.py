@@ -36,6 +36,7 @@ from echelon.layout.collective import Collective
 from echelon.layout.placement import DimSplit, LogicalParam
 from echelon.models.foreign.causal_lm import ForeignCausalLM
 from echelon.models.tp_splits import get_tp_split
+from echelon.models.traced.graph_model import GraphModel
 from echelon.parallel.comm.mesh_axis import MeshAxis
 from echelon.parallel.tp import cost
 from echelon.parallel.tp.parallel_layers import RowLinear, VocabParallelEmbedding, VocabParallelHead
@@ -66,6 +67,10 @@ def apply_tensor_parallel(context: TransformContext) -> None:
         context.params, context.tp_boundary = foreign_parallel.shard_foreign_model(
             model, context.params, axes["tp"], sequence_parallel=bool(layout.sp)
         )
+    elif isinstance(model, GraphModel):
+        from echelon.parallel.auto_sharding.shard_graph import shard_graph_model
+
+        context.params = shard_graph_model(context, model)
     else:
         context.params, context.tp_boundary = shard_modules(
             model, context.params, get_tp_split(model), axes["tp"], sequence_parallel=bool(layout.sp)

@@ -1,0 +1,201 @@
+"""Tensor parallelism of a traced module: the solver's strategies, executed. See docs/auto-sharding.md.
+
+[Note: the machine that a split is chosen for]
+
+A split is a property of the module and the number of ranks, so that `train`, `verify` and `plan` agree on it. It is
+solved for one reference machine, an H100 with NVLink, and for a model as wide as those that need tensor parallelism:
+FLOPs per byte of a link are scaled down with the widest GEMM below `REFERENCE_WIDTH`, or nothing of a small model would
+be worth dividing. `plan` prices the split on the cluster that it is asked about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon.layout.placement import DimSplit, LogicalParam
+from echelon.models.traced.graph_model import GraphModel
+from echelon.models.traced.graph_trace import UntraceableError, trace
+from echelon.models.traced.traced_graph import CALL, PARAM, Segment, TracedGraph
+from echelon.parallel.auto_sharding.op_rules import shardable_ops
+from echelon.parallel.auto_sharding.sharded_runner import ShardedRunner
+from echelon.parallel.auto_sharding.sharding import ShardableOp, Sharding, Strategy
+from echelon.parallel.auto_sharding.sharding_problem import AxisLink, ShardingProblem, ShardingSolution
+from echelon.parallel.auto_sharding.solve_sharding import solve
+from echelon.parallel.auto_sharding.split_overrides import fixed_states
+from echelon.rng import Dropout
+
+if TYPE_CHECKING:
+    from echelon.parallel.comm.mesh_axis import MeshAxis
+    from echelon.parallel.transform_context import TransformContext
+
+REFERENCE_WIDTH = 4096
+FLOPS_RATE, LINK_BANDWIDTH, MEMORY_BANDWIDTH = 6e14, 3.5e11, 2.5e12
+"""of the reference machine: FLOP/s of large GEMMs in bf16, bytes/s of NVLink and of device memory"""
+LATENCY = 4e-6
+"""of a collective; that of a narrow model is as small beside its GEMMs"""
+TIME_LIMIT = 60.0
+Overrides = Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleSplit:
+    """How the ranks of tp share a traced module."""
+
+    problem: ShardingProblem
+    solution: ShardingSolution
+    link: AxisLink
+
+    @property
+    def strategies(self) -> tuple[Strategy, ...]:
+        pairs = zip(self.problem.ops, self.solution.strategies, strict=True)
+        return tuple(op.strategies[index] for op, index in pairs)
+
+    @property
+    def param_states(self) -> dict[str, Sharding]:
+        """How each parameter lies, by name."""
+        return {
+            op.param: strategy.output
+            for op, strategy in zip(self.problem.ops, self.strategies, strict=True)
+            if op.param
+        }
+
+
+def reference_link(graph: TracedGraph, size: int) -> AxisLink:
+    """See [Note: the machine that a split is chosen for]."""
+    widths = [graph.ops[op.inputs[0]].shape[-1] for op in graph.ops if op.kind == CALL and op.op == "linear"]
+    scale = min(max(widths, default=REFERENCE_WIDTH) / REFERENCE_WIDTH, 1.0)
+    return AxisLink(
+        size=size,
+        bandwidth=LINK_BANDWIDTH / scale,
+        latency=LATENCY * scale**3,
+        flops_rate=FLOPS_RATE,
+        memory_bandwidth=MEMORY_BANDWIDTH / scale,
+    )
+
+
+def split_module(model: GraphModel, size: int, *, sequence_parallel: bool = True) -> ModuleSplit:
+    """Solve how `size` ranks share a module. The same on every rank, and every time."""
+    graph = model.example_graph()
+    ops = shardable_ops(
+        graph,
+        size,
+        dropouts=_dropouts(model),
+        varying=_varying_dims(model, graph),
+        whole_between_layers=not sequence_parallel,
+    )
+    problem = ShardingProblem(ops=ops, repeats=find_repeats(graph, ops))
+    link = reference_link(graph, size)
+    fixed = fixed_states(problem, split_overrides(model))
+    return ModuleSplit(problem=problem, solution=solve(problem, link, fixed=fixed, time_limit_s=TIME_LIMIT), link=link)
+
+
+def split_overrides(model: nn.Module) -> Overrides:
+    """States that the model's attribute `split` gives to parameters and operators."""
+    given: Overrides = getattr(model, "split", None) or {}
+    return given
+
+
+def _dropouts(model: nn.Module) -> frozenset[str]:
+    """Modules of which a rank may run a part."""
+    return frozenset(name for name, module in model.named_modules() if isinstance(module, Dropout | nn.Dropout))
+
+
+def _varying_dims(model: GraphModel, graph: TracedGraph) -> dict[int, tuple[int, ...]]:
+    """Dimensions of each operator's result whose size depends on the number of rows of a batch."""
+    rows = next((len(v) for v in model.example_inputs.values() if isinstance(v, Tensor) and v.dim()), 0)
+    more = {
+        key: torch.cat((value, value[:1]))
+        if isinstance(value, Tensor) and value.dim() and len(value) == rows
+        else value
+        for key, value in model.example_inputs.items()
+    }
+    try:
+        other = trace(model.template, more)
+    except UntraceableError:
+        return {}
+    if other.signature() != graph.signature():
+        return {}
+    return {
+        index: tuple(dim for dim, (a, b) in enumerate(zip(op.shape, twin.shape, strict=True)) if a != b)
+        for index, (op, twin) in enumerate(zip(graph.ops, other.ops, strict=True))
+    }
+
+
+def find_repeats(graph: TracedGraph, ops: Sequence[ShardableOp]) -> dict[int, int]:
+    """Operators of a layer that an earlier, equal layer has at the same place, with their parameters."""
+    repeats: dict[int, int] = {}
+    firsts: dict[Any, Segment] = {}
+    readers = _readers(graph)
+    for segment in graph.segments:
+        if not segment.owner:
+            continue
+        key = tuple((ops[i].op, ops[i].shape, ops[i].strategies) for i in segment.ops)
+        first = firsts.setdefault(key, segment)
+        if first is segment:
+            continue
+        for index, earlier in zip(segment.ops, first.ops, strict=True):
+            repeats[index] = earlier
+            for mine, its in zip(graph.ops[index].inputs, graph.ops[earlier].inputs, strict=True):
+                alike = ops[mine].strategies == ops[its].strategies and ops[mine].shape == ops[its].shape
+                is_own = graph.ops[mine].kind == graph.ops[its].kind == PARAM and its < mine
+                if is_own and alike and readers[mine] <= {segment.owner} and readers[its] <= {first.owner}:
+                    repeats[mine] = its
+    return repeats
+
+
+def _readers(graph: TracedGraph) -> dict[int, set[str]]:
+    """The layers that read each operator's result."""
+    readers: dict[int, set[str]] = {index: set() for index in range(len(graph.ops))}
+    for op in graph.ops:
+        for index in op.inputs:
+            readers[index].add(op.layer)
+    for index in graph.output_refs:
+        readers[index].add("")
+    return readers
+
+
+# -- the transform ----------------------------------------------------------------------------------------------------
+
+
+def shard_graph_model(context: TransformContext, model: GraphModel) -> list[LogicalParam]:
+    """Let the ranks of tp share a module, and return how its parameters lie."""
+    axis, layout = context.axes["tp"], context.layout
+    split = split_module(model, axis.size, sequence_parallel=bool(layout.sp))
+    model.make_runner = _runner_factory(model, split, axis, sequence_parallel=bool(layout.sp))
+    model.runs_graph = True
+    states = split.param_states
+    return [_placed(param, states, axis.size) for param in context.params]
+
+
+def _placed(param: LogicalParam, states: Mapping[str, Sharding], size: int) -> LogicalParam:
+    state = next((states[name] for name in param.names if name in states), None)
+    if state is None or state.kind == "R":
+        return param
+    if state.kind == "B":
+        return replace(param, partial_grad_axes=("tp",))
+    return replace(param, splits=(DimSplit(axis="tp", dim=state.dim, num_parts=size),))
+
+
+def _runner_factory(
+    model: GraphModel, split: ModuleSplit, axis: MeshAxis, *, sequence_parallel: bool
+) -> Callable[[TracedGraph], ShardedRunner]:
+    """Make the runner of each graph: by the strategies of the example's, or by new ones for its own sizes."""
+    dropouts = _dropouts(model)
+    names = {op.name: strategy for op, strategy in zip(split.problem.ops, split.strategies, strict=True)}
+
+    def make(graph: TracedGraph) -> ShardedRunner:
+        ops = shardable_ops(graph, axis.size, dropouts=dropouts, whole_between_layers=not sequence_parallel)
+        if all(op.name in names and names[op.name] in op.strategies for op in ops):
+            return ShardedRunner(graph, [names[op.name] for op in ops], axis)
+        problem = ShardingProblem(ops=ops, repeats=find_repeats(graph, ops))
+        fixed = {i: split.param_states[op.param] for i, op in enumerate(ops) if op.param in split.param_states}
+        solved = solve(problem, split.link, fixed=fixed, time_limit_s=TIME_LIMIT)
+        chosen = [op.strategies[index] for op, index in zip(ops, solved.strategies, strict=True)]
+        return ShardedRunner(graph, chosen, axis)
+
+    return make
