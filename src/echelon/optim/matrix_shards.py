@@ -109,8 +109,9 @@ def _row_column_box(piece: Piece) -> tuple[tuple[int, int], tuple[int, int]]:
     if len(entry.shape) < 2:
         return (0, 1), (box[0] if box else (0, 1))
     if entry.is_conv:
-        assert not entry.splits, "convolution filters are never split"
-        return box[0], (0, math.prod(entry.shape[1:]))
+        assert all(cut.dim < 2 for cut in entry.splits), "of convolution filters, channels alone are split"
+        per_channel = math.prod(entry.shape[2:])
+        return box[0], (box[1][0] * per_channel, box[1][1] * per_channel)
     # Of a stack, only the first dim is split, into equal parts: matrices are not.
     assert all(high - low == size for (low, high), size in zip(box[:-2], entry.local_shape, strict=False))
     assert all(cut.dim in (0, len(entry.shape) - 1, len(entry.shape) - 2) for cut in entry.splits)

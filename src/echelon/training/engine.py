@@ -79,6 +79,12 @@ def model_config_of(model: nn.Module) -> ModelConfig | None:
     return config if isinstance(config, ModelConfig) else None
 
 
+def _first_microbatch(batch: Batch, layout: Layout) -> Batch:
+    """Return the rows of a global batch that a rank's first forward sees."""
+    rows = max(len(next(iter(batch.values()))) // (layout.dp * layout.accumulate), 1)
+    return {key: value[:rows] for key, value in batch.items()}
+
+
 class Engine:
     """A one-device model in a layout, with its optimizer. `step` takes the global batch; each rank takes its rows.
 
@@ -107,13 +113,13 @@ class Engine:
         recorder: FlightRecorder | None = None,
         inputs: Batch | None = None,
     ):
-        """`inputs` are keyword arguments of the forward: a module that declares no split, or no stages, is traced."""
+        """`inputs` is a batch of any values: with it a module that declares no split, or no stages, is traced."""
         model = adapt_if_foreign(model)
         layout = check_layout(str(layout), world=world_size(), model=model_config_of(model))
         rule: UpdateRule = optimizer or OptimizerConfig()
         self.update_rule, self.clip = rule, clip
         options, loss_scale = options or ParallelOptions(), loss_scale or LossScale()
-        model = trace_if_needed(model, layout, inputs, options.compute_dtype)
+        model = trace_if_needed(model, layout, inputs and _first_microbatch(inputs, layout), options.compute_dtype)
         validate_engine(rule, layout, clip=clip, master=options.master_dtype, loss_scale=loss_scale)
         state_bytes = cost.state_bytes_per_element(rule, options.master_dtype.itemsize)
         on_device = offload_support.updates_on_device(rule)

@@ -31,7 +31,6 @@ from echelon.faults.injector import Injector
 from echelon.faults.watchdog import Watchdog, watch_run
 from echelon.launch.world import World, join_process_group
 from echelon.layout import Mesh, check_layout
-from echelon.models.traced.graph_model import TRACED_ROWS
 from echelon.models.traced.trace_on_demand import trace_if_needed
 from echelon.parallel.comm.axis_names import WORLD_AXIS
 from echelon.parallel.parallel_options import ParallelOptions
@@ -133,7 +132,7 @@ class TrainingLoop:
             options=options,
             loss_scale=loss_scale_settings(config),
             recorder=recorder,
-            inputs=self.task.example_inputs(TRACED_ROWS),
+            inputs=self.task.example_inputs(config.batch) if model is None else None,
         )
         self.engine.model.train()
         axes = self.engine.parallel.axes
@@ -153,7 +152,7 @@ class TrainingLoop:
         inputs = self.task.example_inputs
         return broadcast_profile(
             lambda: measure_profile(
-                trace_if_needed(self.task.build(), self.layout, inputs(TRACED_ROWS), dtype),
+                trace_if_needed(self.task.build(), self.layout, inputs(self.layout.microbatch), dtype),
                 inputs(self.layout.microbatch),
                 device=device,
                 dtype=dtype,

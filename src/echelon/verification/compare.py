@@ -24,7 +24,6 @@ from torch import Tensor
 from echelon.layout import Layout
 from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.layout.placement import Piece
-from echelon.models.traced.graph_model import TRACED_ROWS
 from echelon.parallel.dp.param_group import ParamGroup
 from echelon.training.engine import Engine
 from echelon.training.engine_options import DTYPES, loss_scale_settings, parallel_options
@@ -107,7 +106,7 @@ def build_engine(case: VerifyCase, layout: Layout, leave_out: str = "") -> Engin
         options = replace(options, disk_dir="")
     scale = loss_scale_settings(case.config)
     model = case.build("meta", double=case.is_float64)
-    inputs = case.batch(0, TRACED_ROWS) if case.batch_function else None
+    inputs = case.batch(0, layout.batch) if case.batch_function else None
     engine = Engine(model, layout, case.optimizer, clip=case.clip, options=options, loss_scale=scale, inputs=inputs)
     engine.model.train()
     return engine

@@ -18,8 +18,6 @@ from echelon.models.pipeline_model import PipelineLayer, PipelineModel, is_withi
 from echelon.models.traced.graph_trace import trace, tracing_template
 from echelon.models.traced.traced_graph import BUFFER, CONSTANT, INPUT, MODULE, PARAM, TracedGraph, replace_refs
 
-TRACED_ROWS = 2
-"""rows of the batch that an example trace sees"""
 Values = dict[int, Any]
 """results of operators"""
 
@@ -137,7 +135,8 @@ class GraphModel(nn.Module):
     runs_graph = False
     """forward runs from the graph; else as written"""
     make_runner: Callable[[TracedGraph], OpRunner] = OpRunner
-    _forwards: dict[Any, OpRunner]
+    _graphs: dict[Any, TracedGraph]
+    _runners: dict[Any, OpRunner]
     _constants: dict[int, Tensor]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -163,8 +162,15 @@ class GraphModel(nn.Module):
         return self._template[0]
 
     def example_graph(self) -> TracedGraph:
-        """The graph of a forward of the example's inputs."""
-        return trace(self.template, self.example_inputs)
+        """The graph of a forward of the example's inputs, in training."""
+        return self.graph_of(self.example_inputs, training=True)
+
+    def graph_of(self, inputs: Mapping[str, Any], *, training: bool) -> TracedGraph:
+        """The graph of a forward of inputs like these, traced once."""
+        key = _signature(inputs, training)
+        if key not in self._graphs:
+            self._graphs[key] = trace(self.template.train(training), inputs)
+        return self._graphs[key]
 
     def retype(self, dtype: torch.dtype) -> None:
         """Trace with parameters of another dtype from now on."""
@@ -173,13 +179,13 @@ class GraphModel(nn.Module):
             key: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
             for key, value in self.example_inputs.items()
         }
+        self._graphs, self._runners = {}, {}
 
     def _runner(self, inputs: Mapping[str, Any]) -> OpRunner:
-        key = (self.training, *((name, *_signature(value)) for name, value in sorted(inputs.items())))
-        if key not in self._forwards:
-            self.template.train(self.training)
-            self._forwards[key] = self.make_runner(trace(self.template, inputs))
-        return self._forwards[key]
+        key = _signature(inputs, self.training)
+        if key not in self._runners:
+            self._runners[key] = self.make_runner(self.graph_of(inputs, training=self.training))
+        return self._runners[key]
 
     def live_buffer(self, name: str) -> Tensor:
         """A buffer of this rank's model; one of another pipeline stage comes from the template."""
@@ -273,8 +279,11 @@ def _tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {name: tuple(group) for group in names.values() for name in group}
 
 
-def _signature(value: Any) -> tuple[Any, ...]:
-    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (value,)
+def _signature(inputs: Mapping[str, Any], training: bool) -> Any:
+    """Equal for inputs of equal shapes, dtypes and devices."""
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+    others = sorted((name, repr(value)) for name, value in inputs.items() if name not in tensors)
+    return training, *others, *sorted((name, t.shape, str(t.dtype), str(t.device)) for name, t in tensors.items())
 
 
 def make_traceable(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
@@ -289,5 +298,5 @@ def make_traceable(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
     derived = derive_class(model, GraphModel)
     derived._template = (template,)
     derived.example_inputs = dict(inputs)
-    derived._forwards, derived._constants = {}, {}
+    derived._graphs, derived._runners, derived._constants = {}, {}, {}
     return derived

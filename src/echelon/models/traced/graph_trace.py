@@ -47,7 +47,7 @@ def copy_of(target: Tensor, source: Tensor, *_non_blocking: Any) -> Tensor:
     return source.to(target.dtype).expand(target.shape).clone()
 
 
-DIFFERENTIABLE = {torch.ops.aten.copy.default: copy_of}
+DIFFERENTIABLE: dict[Any, Any] = {torch.ops.aten.copy.default: copy_of}
 """what stands for an operator without a derivative"""
 
 

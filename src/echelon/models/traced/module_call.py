@@ -68,7 +68,7 @@ def modules_as_calls(model: nn.Module) -> Iterator[list[ModuleCall]]:
     replaced: list[nn.Module] = []
     for name, module in model.named_modules():
         if stays_module(module):
-            module.forward = _recorded(recorder, name, module.forward)  # type: ignore[method-assign]
+            module.forward = _recorded(recorder, name, module.forward)
             replaced.append(module)
     token = _recorder.set(recorder)
     try:

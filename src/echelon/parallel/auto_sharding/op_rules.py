@@ -44,8 +44,9 @@ def shardable_ops(
     """
     varying = varying or {}
     between = {index for segment in graph.segments for index in segment.gives} if whole_between_layers else set()
+    filters = _filters(graph)
     ops = [
-        _shardable(graph, index, num_ranks, dropouts, varying, is_whole=index in between)
+        _shardable(graph, index, num_ranks, dropouts, varying, is_whole=index in between, is_filter=index in filters)
         for index in range(len(graph.ops))
     ]
     outputs = graph.output_refs
@@ -70,6 +71,7 @@ def _shardable(
     varying: Mapping[int, Collection[int]],
     *,
     is_whole: bool,
+    is_filter: bool,
 ) -> ShardableOp:
     op = graph.ops[index]
     if op.kind in (CALL, MODULE):
@@ -79,7 +81,8 @@ def _shardable(
         strategies = [strategy for strategy in candidates if strategy is not None]
     else:
         strategies = [
-            Strategy((), state, 1 / num_ranks if state.kind == "S" else 1.0) for state in _entry_states(op, num_ranks)
+            Strategy((), state, 1 / num_ranks if state.kind == "S" else 1.0)
+            for state in _entry_states(op, num_ranks, is_filter=is_filter)
         ]
     strategies = [s for s in dict.fromkeys(strategies) if _keeps_whole(graph, index, s, varying)]
     if is_whole and any(strategy.output == REPLICATE for strategy in strategies):
@@ -125,15 +128,24 @@ def _strategies(facts: OpFacts, dropouts: Collection[str]) -> Iterator[OpStrateg
         yield from rule(facts)
 
 
-def _entry_states(op: TracedOp, num_ranks: int) -> Iterator[Sharding]:
+def _entry_states(op: TracedOp, num_ranks: int, *, is_filter: bool) -> Iterator[Sharding]:
     yield REPLICATE
     if op.kind != PARAM or not op.dtype.is_floating_point:
         return
     if op.is_differentiable:
         yield BROADCAST
-    for dim, size in enumerate(op.shape):
-        if size % num_ranks == 0 and size >= num_ranks:
+    rank = len(op.shape)
+    # What optimizers take for a matrix must be split into matrices (optim/matrix_shards.py).
+    dims = (0, 1) if is_filter else sorted({0, rank - 2, rank - 1} & set(range(rank)))
+    for dim in dims:
+        if op.shape[dim] % num_ranks == 0 and op.shape[dim]:
             yield shard(dim)
+
+
+def _filters(graph: TracedGraph) -> frozenset[int]:
+    """Parameters that are filters of convolutions."""
+    convolutions = (op for op in graph.ops if op.kind == CALL and op.op.startswith("conv"))
+    return frozenset(op.inputs[1] for op in convolutions if len(op.inputs) > 1)
 
 
 def _keeps_whole(graph: TracedGraph, index: int, strategy: Strategy, varying: Mapping[int, Collection[int]]) -> bool:

@@ -69,14 +69,14 @@ def _all_reduce(x: Tensor, axis: MeshAxis) -> Tensor:
 def rank_dim_first(x: Tensor, state: Sharding, num_ranks: int) -> Tensor:
     """A full tensor as [ranks, *local shape]: what each rank holds of it."""
     size = x.shape[state.dim]
-    parts = x.unflatten(state.dim, (state.blocks, num_ranks, size // (state.blocks * num_ranks)))
+    parts: Tensor = x.unflatten(state.dim, (state.blocks, num_ranks, size // (state.blocks * num_ranks)))
     return parts.movedim(state.dim + 1, 0).flatten(state.dim + 1, state.dim + 2)
 
 
 def _from_rank_dim(parts: Tensor, state: Sharding) -> Tensor:
     """The full tensor from [ranks, *local shape]."""
     local = parts.shape[state.dim + 1]
-    by_block = parts.unflatten(state.dim + 1, (state.blocks, local // state.blocks))
+    by_block: Tensor = parts.unflatten(state.dim + 1, (state.blocks, local // state.blocks))
     return by_block.movedim(0, state.dim + 1).flatten(state.dim, state.dim + 2)
 
 

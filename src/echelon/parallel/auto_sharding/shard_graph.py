@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from echelon.layout.placement import DimSplit, LogicalParam
 from echelon.models.traced.graph_model import GraphModel
-from echelon.models.traced.graph_trace import UntraceableError, trace
+from echelon.models.traced.graph_trace import UntraceableError
 from echelon.models.traced.traced_graph import CALL, PARAM, Segment, TracedGraph
 from echelon.parallel.auto_sharding.op_rules import shardable_ops
 from echelon.parallel.auto_sharding.sharded_runner import ShardedRunner
@@ -115,7 +115,7 @@ def _varying_dims(model: GraphModel, graph: TracedGraph) -> dict[int, tuple[int,
         for key, value in model.example_inputs.items()
     }
     try:
-        other = trace(model.template, more)
+        other = model.graph_of(more, training=True)
     except UntraceableError:
         return {}
     if other.signature() != graph.signature():
