@@ -2,21 +2,23 @@
 
 Operators are decided in order. Of partial assignments that look the same to everything that is still open (outputs
 with readers to come, the states these were converted to already, inputs whose producer is to come) only the cheapest
-goes on, which is the dynamic program along the graph; of the different ones, the `BEAM_WIDTH` cheapest. It starts
-no thread and knows no clock: the same problem has the same answer.
+goes on, which is the dynamic program along the graph. Of the different ones, these are the `BEAM_WIDTH` cheapest, with
+what the open conversions cost at least: a partial sum has its all-reduce before it. The search starts no thread and
+knows no clock: the same problem has the same answer.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from echelon.parallel.auto_sharding.legal_strategies import Domains, legal_assignment
-from echelon.parallel.auto_sharding.merged_problem import MergedProblem
+from echelon.parallel.auto_sharding.merged_problem import ConversionGroup, MergedProblem
 from echelon.parallel.auto_sharding.sharding import Sharding, conversion
 
-BEAM_WIDTH = 32
-MEMORY_PRICES = (0.0, 0.1, 1.0, 10.0, 1000.0)
-"""tried in this order until a solution fits: seconds of the step per share of the memory cap, times all seconds"""
+BEAM_WIDTH = 64
+MEMORY_PRICES = (1000.0, 0.0, 1.0)
+"""what the whole memory cap costs, in times the seconds of a step: first as little memory as possible"""
 
 
 def beam_search(merged: MergedProblem, domains: Domains, memory_cap: float | None) -> tuple[int, ...] | None:
@@ -24,19 +26,22 @@ def beam_search(merged: MergedProblem, domains: Domains, memory_cap: float | Non
     legal = legal_assignment(merged, domains)
     if legal is None:
         return None
-    for price in MEMORY_PRICES if memory_cap is not None else (0.0,):
+    choices = [legal]
+    for price in MEMORY_PRICES if memory_cap else (0.0,):
         scale = price * merged.evaluate(legal)[0].total / (memory_cap or 1.0)
-        candidates = [legal, *_Beam(merged, domains, scale).search()]
-        fitting = [choice for choice in candidates if memory_cap is None or merged.evaluate(choice)[1] <= memory_cap]
-        if fitting:
-            return min(fitting, key=lambda choice: merged.evaluate(choice)[0].total)
-    return None
+        choices += _Beam(merged, domains, scale).search()
+        choices = [choice for choice in choices if memory_cap is None or merged.evaluate(choice)[1] <= memory_cap]
+        if not choices:
+            return None
+    return min(choices, key=lambda choice: (merged.evaluate(choice)[0].total, choice))
 
 
 @dataclass(frozen=True)
 class _PartialAssignment:
     cost: float
     choice: tuple[int, ...]
+    open_cost: float = 0.0
+    """a lower bound on the conversions between decided operators and others"""
 
 
 class _Beam:
@@ -64,11 +69,12 @@ class _Beam:
                     choice = (*partial.choice, strategy)
                     if not self._is_legal(choice):
                         continue
-                    extended = _PartialAssignment(partial.cost + self._added_cost(choice), choice)
+                    cost = partial.cost + self._added_cost(choice)
                     key = tuple(self._open_states(group.producer, group.edges, choice) for group in open_groups)
-                    if key not in best or extended.cost < best[key].cost:
-                        best[key] = extended
-            beam = sorted(best.values(), key=lambda partial: (partial.cost, partial.choice))[:BEAM_WIDTH]
+                    if key not in best or cost < best[key].cost:
+                        least = sum(self._least_open_cost(group, choice) for group in open_groups)
+                        best[key] = _PartialAssignment(cost, choice, least)
+            beam = sorted(best.values(), key=lambda p: (p.cost + p.open_cost, p.choice))[:BEAM_WIDTH]
         return [partial.choice for partial in beam]
 
     @staticmethod
@@ -106,6 +112,28 @@ class _Beam:
                     targets -= self._targets(group.edges, before)
                 cost += sum(group.seconds.get((output, target), 0.0) for target in targets)
         return cost
+
+    def _least_open_cost(self, group: ConversionGroup, choice: tuple[int, ...]) -> float:
+        """Return what a group's undecided operators add to its conversions at least."""
+        paid = self._targets(group.edges, choice)
+        if group.producer >= len(choice):
+            outputs = self._outputs(group.producer)
+            return min(sum(group.seconds.get((output, target), 0.0) for target in paid) for output in outputs)
+        output = self._output(group.producer, choice)
+        least = 0.0
+        for number in group.edges:
+            if self._merged.edges[number].reader >= len(choice):
+                wanted = [state for state in self._inputs(number) if conversion(output, state)]
+                costs = [0.0 if state in paid else group.seconds.get((output, state), 0.0) for state in wanted]
+                least = max(least, min(costs, default=inf))
+        return least
+
+    def _outputs(self, op: int) -> set[Sharding]:
+        return {self._merged.ops[op].strategies[strategy].output for strategy in self._domains[op]}
+
+    def _inputs(self, edge: int) -> set[Sharding]:
+        reader, slot = self._merged.edges[edge].reader, self._merged.edges[edge].slot
+        return {self._merged.ops[reader].strategies[strategy].inputs[slot] for strategy in self._domains[reader]}
 
     def _output(self, op: int, choice: tuple[int, ...]) -> Sharding:
         return self._merged.ops[op].strategies[choice[op]].output

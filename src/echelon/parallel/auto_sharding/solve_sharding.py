@@ -151,6 +151,8 @@ class _Search:
             if best is None or unbounded.total + self._least_recomputation(merged) < best.total:
                 found = self._cheapest(merged, recomputed, self._cap)
                 best = min((c for c in (best, found) if c is not None), key=lambda c: c.total, default=None)
+            if best is not None and not self._is_optimal:
+                break  # the beam search has no proof to complete, and the fewest recomputed layers
         return best or self._refuse_cap()
 
     def _recomputed_choices(self) -> Iterator[tuple[int, ...]]:
@@ -170,9 +172,7 @@ class _Search:
         assert self._cap is not None
         cap = f"memory cap of {self._cap / GIB:.3g} GiB"
         if not self._is_optimal:
-            raise ValueError(
-                f"no sharding within the {cap} was found ({self._reason}); raise the cap or the time limit"
-            )
+            raise ValueError(f"found no sharding within the {cap} ({self._reason}); raise the cap or the time limit")
         least = min(self._least_memory(recomputed) for recomputed in self._recomputed_choices())
         raise ValueError(
             f"no sharding over {self._link.size} ranks fits the {cap}, whichever layers are recomputed; "
