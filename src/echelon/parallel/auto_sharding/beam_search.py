@@ -54,6 +54,15 @@ class _Beam:
             for end in {group.producer, *(merged.edges[edge].reader for edge in group.edges)}:
                 self._groups_at[end].append(number)
 
+        self._outputs = [
+            {op.strategies[strategy].output for strategy in domain}
+            for op, domain in zip(merged.ops, domains, strict=True)
+        ]
+        self._inputs = [
+            {merged.ops[edge.reader].strategies[strategy].inputs[edge.slot] for strategy in domains[edge.reader]}
+            for edge in merged.edges
+        ]
+
     def search(self) -> list[tuple[int, ...]]:
         """Return the complete assignments that remain, the cheapest first; none where the beam lost them."""
         beam = [_PartialAssignment(0.0, ())]
@@ -117,23 +126,16 @@ class _Beam:
         """Return what a group's undecided operators add to its conversions at least."""
         paid = self._targets(group.edges, choice)
         if group.producer >= len(choice):
-            outputs = self._outputs(group.producer)
+            outputs = self._outputs[group.producer]
             return min(sum(group.seconds.get((output, target), 0.0) for target in paid) for output in outputs)
         output = self._output(group.producer, choice)
         least = 0.0
         for number in group.edges:
             if self._merged.edges[number].reader >= len(choice):
-                wanted = [state for state in self._inputs(number) if conversion(output, state)]
+                wanted = [state for state in self._inputs[number] if conversion(output, state)]
                 costs = [0.0 if state in paid else group.seconds.get((output, state), 0.0) for state in wanted]
                 least = max(least, min(costs, default=inf))
         return least
-
-    def _outputs(self, op: int) -> set[Sharding]:
-        return {self._merged.ops[op].strategies[strategy].output for strategy in self._domains[op]}
-
-    def _inputs(self, edge: int) -> set[Sharding]:
-        reader, slot = self._merged.edges[edge].reader, self._merged.edges[edge].slot
-        return {self._merged.ops[reader].strategies[strategy].inputs[slot] for strategy in self._domains[reader]}
 
     def _output(self, op: int, choice: tuple[int, ...]) -> Sharding:
         return self._merged.ops[op].strategies[choice[op]].output

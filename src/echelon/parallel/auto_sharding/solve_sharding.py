@@ -44,6 +44,8 @@ def solve(
     `fixed` gives the output state of some operators, by position. The answer is the same every time, unless the time
     limit ends the search. Then, and without highspy, it is legal but not proven optimal, as its note says.
     """
+    if memory_cap is not None and memory_cap <= 0:
+        raise ValueError(f"a memory cap needs bytes (got {memory_cap:g}); leave it out to solve without one")
     return _Search(problem, link, memory_cap, time_limit_s, fixed or {}).solution()
 
 
