@@ -2,7 +2,7 @@
 
 Operators are decided in order. Of partial assignments that look the same to everything that is still open (outputs
 with readers to come, the states these were converted to already, inputs whose producer is to come) only the cheapest
-goes on, which is the dynamic program along the graph. Of the different ones, these are the `BEAM_WIDTH` cheapest, with
+stays, which is the dynamic program along the graph. Of the different ones, these are the `BEAM_WIDTH` cheapest, with
 what the open conversions cost at least: a partial sum has its all-reduce before it. The search starts no thread and
 knows no clock: the same problem has the same answer.
 """
