@@ -211,7 +211,7 @@ def test_a_time_limit_leaves_a_legal_sharding(share: float | None) -> None:
     found = price(problem, solution.strategies, H100S, solution.recomputed_layers)
     assert (solution.cost.total, solution.memory_bytes) == pytest.approx(found, rel=1e-9)
     assert cap is None or solution.memory_bytes <= cap
-    assert solution.cost.total < 1.1 * solve(problem, H100S, memory_cap=cap).cost.total
+    assert solution.cost.total < 1.3 * solve(problem, H100S, memory_cap=cap).cost.total
 
 
 def test_without_highspy_a_cap_that_is_missed_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,8 @@ def solve(
     """Return the cheapest legal strategies within `memory_cap` bytes on a rank.
 
     `fixed` gives the output state of some operators, by position. The answer is the same every time, unless the time
-    limit ends the search. Then, and without highspy, it is legal but not proven optimal, as its note says.
+    limit ends the search. Then, and without highspy, a beam search takes a moment more: its answer is legal but not
+    proven optimal, as its note says.
     """
     if memory_cap is not None and memory_cap <= 0:
         raise ValueError(f"a memory cap needs bytes (got {memory_cap:g}); leave it out to solve without one")
@@ -153,8 +154,6 @@ class _Search:
             if best is None or unbounded.total + self._least_recomputation(merged) < best.total:
                 found = self._cheapest(merged, recomputed, self._cap)
                 best = min((c for c in (best, found) if c is not None), key=lambda c: c.total, default=None)
-            if best is not None and not self._is_optimal:
-                break  # the beam search has no proof to complete, and the fewest recomputed layers
         return best or self._refuse_cap()
 
     def _recomputed_choices(self) -> Iterator[tuple[int, ...]]:
