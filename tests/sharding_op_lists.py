@@ -34,6 +34,7 @@ class OpList:
         width: int = 4096,
         tokens: bool = False,
         token_linears: bool = False,
+        residual_slices: bool = False,
     ):
         self.ops: list[ShardableOp] = []
         self.repeats: dict[int, int] = {}
@@ -41,6 +42,8 @@ class OpList:
         """norms and elementwise operators may run on slices of the sequence"""
         self.token_linears = token_linears
         """linears too, with partial gradients of their weights"""
+        self.residual_slices = residual_slices
+        """residual additions may run on slices of the width, and on partial sums"""
         self.share = 1 / ranks
         self.batch, self.seq_len, self.width = batch, seq_len, width
 
@@ -101,7 +104,9 @@ class OpList:
         return self.add(name, "linear", (x, weight), strategies, (*shape[:-1], width), flops=flops)
 
     def elementwise(self, name: str, op: str, *inputs: int) -> int:
-        states = [R, B, S2, *([S1] if self.tokens else []), *([P] if op == "add" else [])]
+        states = [R, B, *([S1] if self.tokens else [])]
+        if op != "add" or self.residual_slices:
+            states += [S2, *([P] if op == "add" else [])]
         strategies = [((state,) * len(inputs), state) for state in states]
         saved = 0.0 if op == "add" else None
         return self.add(name, op, inputs, strategies, self.ops[inputs[0]].shape, saved=saved)
@@ -186,7 +191,12 @@ def transformer_problem(
     tokens = (model.batch, model.seq_len)
     ids, targets = (model.add(n, "input", (), [((), R), ((), S1)], tokens, element_bytes=8) for n in ("ids", "targets"))
     table = model.param("embed.weight", vocab, model.width)
-    looked_up = [((R, R), R), ((R, S0), P), ((R, S1), S2), *([((S1, B), S1)] if model.tokens else [])]
+    looked_up = [
+        ((R, R), R),
+        ((R, S0), P),  # vocabulary-parallel
+        *([((R, S1), S2)] if model.residual_slices else []),
+        *([((S1, B), S1)] if model.token_linears else []),
+    ]
     x = model.add("embed", "embedding", (ids, table), looked_up, (*tokens, model.width), saved=0.0)
     heads, ffn = model.width // 128, model.width * (11 if gated else 16) // 4
     x = model.layers(x, layers, lambda name, x: model.block(name, x, heads=heads, ffn=ffn, gated=gated))

@@ -74,6 +74,8 @@ WITHOUT_TORCH = (
     "echelon.checkpoint.checkpoint_index",
     "echelon.checkpoint.storage",
     "echelon.verification.verify_request",
+    "echelon.parallel.auto_sharding.solve_sharding",
+    "echelon.parallel.auto_sharding.split_overrides",
     "echelon.pipeline",
     "echelon.pipeline.schedules",
     "echelon.pipeline.partition",

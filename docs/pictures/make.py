@@ -28,6 +28,7 @@ import packages  # noqa: E402
 import pipelines  # noqa: E402
 import precision  # noqa: E402
 import saves  # noqa: E402
+import shardings  # noqa: E402
 import spikes  # noqa: E402
 import splits  # noqa: E402
 import steps  # noqa: E402
@@ -48,6 +49,7 @@ DRAWN: dict[str, Callable[[], str]] = {
     "foreign-parts": foreign.parts,
     "flat-units": splits.flat_units,
     "zero-stages": splits.zero_stages,
+    "sharding-states": shardings.states,
     "tensor-region": splits.tensor_region,
     "tensor-grids": splits.tensor_grids,
     "tensor-bytes": traffic_lines.tensor_bytes,

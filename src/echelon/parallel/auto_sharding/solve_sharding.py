@@ -42,8 +42,11 @@ def solve(
     """Return the cheapest legal strategies within `memory_cap` bytes on a rank.
 
     `fixed` gives the output state of some operators, by position. The answer is the same every time, unless the time
-    limit ends the search. Then, and without highspy, it is legal but not proven optimal, as its note says.
+    limit ends the search. Then, and without highspy, a beam search takes a moment more: its answer is legal but not
+    proven optimal, as its note says.
     """
+    if memory_cap is not None and memory_cap <= 0:
+        raise ValueError(f"a memory cap needs bytes (got {memory_cap:g}); leave it out to solve without one")
     return _Search(problem, link, memory_cap, time_limit_s, fixed or {}).solution()
 
 
@@ -170,9 +173,7 @@ class _Search:
         assert self._cap is not None
         cap = f"memory cap of {self._cap / GIB:.3g} GiB"
         if not self._is_optimal:
-            raise ValueError(
-                f"no sharding within the {cap} was found ({self._reason}); raise the cap or the time limit"
-            )
+            raise ValueError(f"found no sharding within the {cap} ({self._reason}); raise the cap or the time limit")
         least = min(self._least_memory(recomputed) for recomputed in self._recomputed_choices())
         raise ValueError(
             f"no sharding over {self._link.size} ranks fits the {cap}, whichever layers are recomputed; "
