@@ -71,6 +71,7 @@ class VerifyCase:
         import torch
 
         from echelon import models
+        from echelon.models.foreign.float64_casts import widen_casts
 
         dtype = torch.float64 if double else torch.float32
         if isinstance(self.model, ModelConfig):
@@ -82,7 +83,7 @@ class VerifyCase:
             return foreign
         torch.manual_seed(self.seed)
         model: nn.Module = load_factory(self.model)()
-        return model.double() if double else model
+        return widen_casts(model.double()) if double else model
 
     def batch(self, step: int, num_sequences: int) -> dict[str, Tensor]:
         """The global batch of a step, the same on every rank, with floats in float64."""

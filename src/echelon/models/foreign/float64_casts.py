@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from echelon.models.layer_lists import listed_layers
 
 
 class WidenToFloat64(TorchFunctionMode):
@@ -35,3 +37,21 @@ def float64_casts(dtype: torch.dtype) -> Iterator[None]:
         return
     with WidenToFloat64():
         yield
+
+
+class WidenedModule(nn.Module):
+    """What `widen_casts` adds to the class of a module."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with WidenToFloat64():
+            return super().forward(*args, **kwargs)
+
+
+def widen_casts(model: nn.Module) -> nn.Module:
+    """Let a float64 model and its layers, which backward may recompute alone, run in float64 throughout."""
+    from echelon.models.foreign.causal_lm import derive_class  # imports this module
+
+    for name in ("", *listed_layers(model)):
+        derive_class(model.get_submodule(name), WidenedModule)
+    return model
+
