@@ -65,6 +65,19 @@ class ModuleSplit:
         }
 
 
+    def gemm_splits(self, *, column: str, row: str) -> dict[str, str]:
+        """The modules whose GEMMs the ranks share, by columns or by rows."""
+        splits: dict[str, str] = {}
+        for op, strategy in zip(self.problem.ops, self.strategies, strict=True):
+            if op.op not in ("linear", "conv1d", "conv2d", "conv3d") or strategy.compute_share == 1.0:
+                continue
+            if strategy.output.kind == "P":
+                splits[op.name] = row
+            elif strategy.inputs[1].kind == "S":
+                splits[op.name] = column
+        return splits
+
+
 def reference_link(graph: TracedGraph, size: int) -> AxisLink:
     """See [Note: the machine that a split is chosen for]."""
     widths = [graph.ops[op.inputs[0]].shape[-1] for op in graph.ops if op.kind == CALL and op.op == "linear"]

@@ -50,8 +50,11 @@ class DeclaredSupport:
     """it draws random masks only in ways that do not depend on the layout"""
 
 
-def read_support(module: nn.Module) -> DeclaredSupport:
-    """Return what a module on the meta device declares. Its dropouts are those of a run (traced_dropout.py)."""
+def read_support(module: nn.Module, solved: TpDeclaration | None = None) -> DeclaredSupport:
+    """Return what a module on the meta device declares. Its dropouts are those of a run (traced_dropout.py).
+
+    `solved` is what the solver finds for a module that declares no splits, or no stages.
+    """
     from echelon.memory.checkpointing.checkpoint_policy import recomputing_modules
     from echelon.models.attention import CoreAttention
     from echelon.models.foreign.causal_lm import ForeignCausalLM
@@ -63,15 +66,17 @@ def read_support(module: nn.Module) -> DeclaredSupport:
     has_pipeline = hasattr(module, "pipeline_model")
     foreign = module if isinstance(module, ForeignCausalLM) else None
     declared = _derived_tp(foreign) if foreign is not None else _declared_tp(module)
+    if solved is not None and not declared.splits:
+        declared = solved
     has_own_experts = any(isinstance(child, MoELayer) for child in modules)
     support = ModelSupport(
-        tp=bool(declared.splits) or foreign is not None,
+        tp=bool(declared.splits) or foreign is not None or solved is not None,
         sp=declared.sp,
         grids=declared.grids,
         tp_divides=declared.divides,
         tp_shares=declared.shares,
         cp=_foreign_cp(foreign) if foreign is not None else has_core and _takes_positions(module),
-        pp=has_pipeline,
+        pp=has_pipeline or solved is not None,
         slices=has_core and has_pipeline and get_pipeline_model(module).slice_shared is not None,
         ep=has_own_experts or _has_foreign_experts(module),
         etp=has_own_experts,
@@ -110,6 +115,23 @@ def _declared_tp(module: nn.Module) -> TpDeclaration:
         divides=tuple(sorted(divides)),
         shares=tuple(sorted(shares)),
     )
+
+
+def solve_splits(module: nn.Module, inputs: Mapping[str, Any]) -> TpDeclaration | None:
+    """What the solver finds for two ranks; None where the module declares all, or cannot be traced."""
+    from echelon.models.traced.graph_model import make_traceable
+    from echelon.models.traced.graph_trace import UntraceableError, tracing_template
+    from echelon.models.traced.trace_on_demand import needs_graph
+    from echelon.parallel.auto_sharding.shard_graph import split_module
+
+    if not needs_graph(module, Layout(tp=2)) and not needs_graph(module, Layout(pp=2)):
+        return None
+    try:
+        with _one_thread():
+            split = split_module(make_traceable(tracing_template(module), inputs), 2)
+    except UntraceableError:
+        return None
+    return TpDeclaration(splits=split.gemm_splits(column=COLUMN_PARALLEL, row=ROW_PARALLEL), sp=True)
 
 
 def _takes_positions(module: nn.Module) -> bool:

@@ -28,7 +28,7 @@ from echelon.layout.validation_error import ValidationError
 from echelon.models import user_model
 from echelon.models.forward_parts.shapes_only import ModuleCopy, copy_without_values, without_values
 from echelon.models.pipeline_model import get_pipeline_model, is_within
-from echelon.planning.model.declared_support import read_support
+from echelon.planning.model.declared_support import TpDeclaration, read_support, solve_splits
 from echelon.planning.model.model_shape import UNSPLIT, ModelShape
 from echelon.planning.model.traced_shape import ModuleCounts, Section, build_shape
 
@@ -61,14 +61,15 @@ def trace_module(model: str | nn.Module, inputs: Mapping[str, Tensor] | None = N
         raise ValidationError.single("model", name, rule, hint=hint)
     from echelon.planning.model.known_values import UnknownValueError
 
+    solved = solve_splits(model, inputs)
     try:
-        return trace_copy(copy_without_values(model), inputs, name)
+        return trace_copy(copy_without_values(model), inputs, name, solved)
     except UnknownValueError as error:
         raise refuse_trace(name, error) from error
     except Exception:  # whatever a user's code raises, or torch where a module makes tensors on a CPU
         try:
             with fake_tensor_mode():
-                return trace_copy(copy_without_values(model, "cpu"), inputs, name)
+                return trace_copy(copy_without_values(model, "cpu"), inputs, name, solved)
         except Exception as error:
             raise refuse_trace(name, error) from error
 
@@ -97,8 +98,10 @@ def describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".removesuffix(": ")
 
 
-def trace_copy(module: ModuleCopy, inputs: Mapping[str, Any], name: str) -> ModelShape:
-    """Trace a copy without values, which runs on its device."""
+def trace_copy(
+    module: ModuleCopy, inputs: Mapping[str, Any], name: str, solved: TpDeclaration | None = None
+) -> ModelShape:
+    """Trace a copy without values, which runs on its device. `solved`: how the solver splits a custom module."""
     import torch
 
     from echelon.planning.model.traced_dropout import replace_dropouts
@@ -107,7 +110,7 @@ def trace_copy(module: ModuleCopy, inputs: Mapping[str, Any], name: str) -> Mode
     replace_dropouts(copied)
     sections = _find_sections(copied)
     weights = dict(copied.named_parameters())
-    declared = read_support(copied)
+    declared = read_support(copied, solved)
     counter = _make_counter(weights, declared.splits)
     for key, value in inputs.items():
         if isinstance(value, torch.Tensor):
