@@ -54,4 +54,3 @@ def widen_casts(model: nn.Module) -> nn.Module:
     for name in ("", *listed_layers(model)):
         derive_class(model.get_submodule(name), WidenedModule)
     return model
-

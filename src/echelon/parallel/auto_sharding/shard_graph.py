@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from echelon.layout.placement import DimSplit, LogicalParam
-from echelon.models.traced.graph_model import GraphModel
+from echelon.models.traced.graph_model import EXAMPLE_ROWS, GraphModel, with_rows
 from echelon.models.traced.graph_trace import UntraceableError
 from echelon.models.traced.traced_graph import CALL, PARAM, Segment, TracedGraph
+from echelon.parallel.auto_sharding.divided_weights import divide_weights
 from echelon.parallel.auto_sharding.op_rules import shardable_ops
 from echelon.parallel.auto_sharding.sharded_runner import ShardedRunner
 from echelon.parallel.auto_sharding.sharding import ShardableOp, Sharding, Strategy
@@ -64,7 +64,6 @@ class ModuleSplit:
             if op.param
         }
 
-
     def gemm_splits(self, *, column: str, row: str) -> dict[str, str]:
         """The modules whose GEMMs the ranks share, by columns or by rows."""
         splits: dict[str, str] = {}
@@ -94,17 +93,29 @@ def reference_link(graph: TracedGraph, size: int) -> AxisLink:
 def split_module(model: GraphModel, size: int, *, sequence_parallel: bool = True) -> ModuleSplit:
     """Solve how `size` ranks share a module. The same on every rank, and every time."""
     graph = model.example_graph()
-    ops = shardable_ops(
-        graph,
-        size,
-        dropouts=_dropouts(model),
-        varying=_varying_dims(model, graph),
-        whole_between_layers=not sequence_parallel,
-    )
-    problem = ShardingProblem(ops=ops, repeats=find_repeats(graph, ops))
+    problem = _problem(model, graph, size, sequence_parallel=sequence_parallel, varying=_varying_dims(model, graph))
     link = reference_link(graph, size)
     fixed = fixed_states(problem, split_overrides(model))
     return ModuleSplit(problem=problem, solution=solve(problem, link, fixed=fixed, time_limit_s=TIME_LIMIT), link=link)
+
+
+def _problem(
+    model: GraphModel,
+    graph: TracedGraph,
+    size: int,
+    *,
+    sequence_parallel: bool,
+    varying: Mapping[int, tuple[int, ...]] | None = None,
+) -> ShardingProblem:
+    legal = shardable_ops(
+        graph,
+        size,
+        dropouts=_dropouts(model.template),  # a pipeline stage has lost those of the others
+        varying=varying,
+        whole_between_layers=not sequence_parallel,
+    )
+    ops = divide_weights(graph, legal, split_overrides(model))
+    return ShardingProblem(ops=ops, repeats=find_repeats(graph, ops))
 
 
 def split_overrides(model: nn.Module) -> Overrides:
@@ -120,13 +131,7 @@ def _dropouts(model: nn.Module) -> frozenset[str]:
 
 def _varying_dims(model: GraphModel, graph: TracedGraph) -> dict[int, tuple[int, ...]]:
     """Dimensions of each operator's result whose size depends on the number of rows of a batch."""
-    rows = next((len(v) for v in model.example_inputs.values() if isinstance(v, Tensor) and v.dim()), 0)
-    more = {
-        key: torch.cat((value, value[:1]))
-        if isinstance(value, Tensor) and value.dim() and len(value) == rows
-        else value
-        for key, value in model.example_inputs.items()
-    }
+    more = with_rows(model.example_inputs, EXAMPLE_ROWS + 1)
     try:
         other = model.graph_of(more, training=True)
     except UntraceableError:
@@ -198,17 +203,16 @@ def _runner_factory(
     model: GraphModel, split: ModuleSplit, axis: MeshAxis, *, sequence_parallel: bool
 ) -> Callable[[TracedGraph], ShardedRunner]:
     """Make the runner of each graph: by the strategies of the example's, or by new ones for its own sizes."""
-    dropouts = _dropouts(model)
-    names = {op.name: strategy for op, strategy in zip(split.problem.ops, split.strategies, strict=True)}
+    chosen = {op.name: strategy for op, strategy in zip(split.problem.ops, split.strategies, strict=True)}
 
     def make(graph: TracedGraph) -> ShardedRunner:
-        ops = shardable_ops(graph, axis.size, dropouts=dropouts, whole_between_layers=not sequence_parallel)
-        if all(op.name in names and names[op.name] in op.strategies for op in ops):
-            return ShardedRunner(graph, [names[op.name] for op in ops], axis)
-        problem = ShardingProblem(ops=ops, repeats=find_repeats(graph, ops))
-        fixed = {i: split.param_states[op.param] for i, op in enumerate(ops) if op.param in split.param_states}
+        problem = _problem(model, graph, axis.size, sequence_parallel=sequence_parallel)
+        if all(op.name in chosen and chosen[op.name] in op.strategies for op in problem.ops):
+            return ShardedRunner(graph, [chosen[op.name] for op in problem.ops], axis)
+        states = split.param_states
+        fixed = {i: states[op.param] for i, op in enumerate(problem.ops) if op.param in states}
         solved = solve(problem, split.link, fixed=fixed, time_limit_s=TIME_LIMIT)
-        chosen = [op.strategies[index] for op, index in zip(ops, solved.strategies, strict=True)]
-        return ShardedRunner(graph, chosen, axis)
+        again = [op.strategies[index] for op, index in zip(problem.ops, solved.strategies, strict=True)]
+        return ShardedRunner(graph, again, axis)
 
     return make

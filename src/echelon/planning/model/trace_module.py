@@ -50,7 +50,7 @@ def trace_module(model: str | nn.Module, inputs: Mapping[str, Tensor] | None = N
     """
     if isinstance(model, str):
         name = name or model
-        model, inputs = _load_model(model)
+        model, inputs = load_user_model(model)
     name = name or type(model).__name__
     if inputs is None:
         hint = "give `inputs`, the keyword arguments of its forward"
@@ -135,7 +135,8 @@ def trace_copy(
     return build_shape(name, counts)
 
 
-def _load_model(spec: str) -> tuple[nn.Module, Mapping[str, Tensor]]:
+def load_user_model(spec: str) -> tuple[nn.Module, Mapping[str, Tensor]]:
+    """Build `file.py:factory` without values if it can be, and the inputs that `batch` in its file makes."""
     import torch
 
     try:
