@@ -203,16 +203,20 @@ def _runner_factory(
     model: GraphModel, split: ModuleSplit, axis: MeshAxis, *, sequence_parallel: bool
 ) -> Callable[[TracedGraph], ShardedRunner]:
     """Make the runner of each graph: by the strategies of the example's, or by new ones for its own sizes."""
-    chosen = {op.name: strategy for op, strategy in zip(split.problem.ops, split.strategies, strict=True)}
+    names = [op.name for op in split.problem.ops]
+    varying = _varying_dims(model, model.example_graph())
+    by_name = {op.name: varying[i] for i, op in enumerate(model.example_graph().ops) if i in varying}
 
     def make(graph: TracedGraph) -> ShardedRunner:
-        problem = _problem(model, graph, axis.size, sequence_parallel=sequence_parallel)
-        if all(op.name in chosen and chosen[op.name] in op.strategies for op in problem.ops):
-            return ShardedRunner(graph, [chosen[op.name] for op in problem.ops], axis)
-        states = split.param_states
-        fixed = {i: states[op.param] for i, op in enumerate(problem.ops) if op.param in states}
-        solved = solve(problem, split.link, fixed=fixed, time_limit_s=TIME_LIMIT)
-        again = [op.strategies[index] for op, index in zip(problem.ops, solved.strategies, strict=True)]
-        return ShardedRunner(graph, again, axis)
+        varies = {i: by_name[op.name] for i, op in enumerate(graph.ops) if op.name in by_name}
+        problem = _problem(model, graph, axis.size, sequence_parallel=sequence_parallel, varying=varies)
+        chosen = split.strategies
+        is_same = [op.name for op in problem.ops] == names
+        if not is_same or any(strategy not in op.strategies for op, strategy in zip(problem.ops, chosen, strict=True)):
+            states = split.param_states
+            fixed = {i: states[op.param] for i, op in enumerate(problem.ops) if op.param in states}
+            solved = solve(problem, split.link, fixed=fixed, time_limit_s=TIME_LIMIT)
+            chosen = tuple(op.strategies[index] for op, index in zip(problem.ops, solved.strategies, strict=True))
+        return ShardedRunner(graph, chosen, axis)
 
     return make
