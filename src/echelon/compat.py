@@ -207,3 +207,10 @@ def top_saved_tensor_hooks() -> tuple[Any, Any] | None:
 
     result: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return result
+
+
+def unflatten_outputs(program: Any, values: list[Any]) -> Any:
+    """What the forward of a `torch.export` program returns, of its flat results. Tried on 2.13."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_unflatten(values, program.call_spec.out_spec)

@@ -10,8 +10,7 @@ from echelon.cli.cli_errors import print_json, report_errors
 from echelon.cli.cli_options import AsJson
 
 if TYPE_CHECKING:
-    from echelon.parallel.auto_sharding.split_table import SplitTable
-    from echelon.planning.model.solved_split import DerivedRegions
+    from echelon.planning.model.solved_split import DerivedRegions, SplitTable
 
 EXAMPLES = """[bold]Examples[/bold]\n
 echelon split model.py:build --tp 4\n
@@ -38,10 +37,9 @@ def command(
         from echelon.layout.validation_error import ValidationError
         from echelon.models.foreign.hf_source import is_hf_model
         from echelon.models.user_model import is_user_model
-        from echelon.parallel.auto_sharding.split_overrides import parse_overrides
         from echelon.planning.model import solved_split
 
-        overrides = parse_overrides("\n".join(override or []))
+        overrides = override or []
         regions: DerivedRegions | None = None
         table: SplitTable | None = None
         if is_hf_model(model) and not overrides:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export.graph_signature import InputKind, OutputKind
-from torch.utils import _pytree
 
+from echelon.compat import unflatten_outputs
 from echelon.models.layer_lists import listed_layers
 from echelon.models.traced.module_call import ModuleCall, modules_as_calls
 from echelon.models.traced.traced_graph import (
@@ -201,7 +201,7 @@ def _finish(
             given.append(ref)
         else:
             raise UntraceableError(f"the forward changes one of its inputs ({spec.target}); let it return a new tensor")
-    tree = _pytree.tree_unflatten(given, program.call_spec.out_spec)
+    tree = unflatten_outputs(program, given)
     constants = {key: value for key, value in program.constants.items() if isinstance(value, Tensor)}
     return TracedGraph(ops=tuple(ops), outputs=tree, mutated_buffers=mutated, constants=constants, calls=calls)
 

@@ -6,12 +6,13 @@ are found and proved by trial (parallel/tp/derive_regions.py); what no region sp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from echelon.layout.validation_error import ValidationError
 from echelon.models import user_model
 from echelon.models.foreign.hf_source import read_hf_source
+from echelon.parallel.auto_sharding.split_overrides import parse_overrides
 from echelon.parallel.auto_sharding.split_table import SplitRow, SplitTable, split_table
 
 
@@ -35,21 +36,22 @@ class DerivedRegions:
     """modules with experts, which ep divides"""
 
 
-def solve_split(spec: str, tp: int, *, sp: bool = True, overrides: Mapping[str, str] | None = None) -> SplitTable:
-    """Solve how `tp` ranks share `file.py:factory`; `overrides` are added to the model's own."""
+def solve_split(spec: str, tp: int, *, sp: bool = True, overrides: Sequence[str] = ()) -> SplitTable:
+    """Solve how `tp` ranks share `file.py:factory`; `overrides` (`pattern = state`) are added to the model's own."""
     from echelon.models.traced.graph_model import make_traceable
     from echelon.models.traced.graph_trace import tracing_template
     from echelon.models.traced.trace_on_demand import declares_roles
     from echelon.parallel.auto_sharding.shard_graph import split_module, split_overrides
     from echelon.planning.model.trace_module import load_user_model
 
+    given = parse_overrides("\n".join(overrides))
     issues = list(user_model.validate_spec(spec))
     if issues:
         raise ValidationError(issues)
     model, inputs = load_user_model(spec)
     traced = make_traceable(tracing_template(model), inputs)
     own = {} if declares_roles(model) else split_overrides(model)
-    traced.split = {**own, **(overrides or {})}
+    traced.split = {**own, **given}
     split = split_module(traced, tp, sequence_parallel=sp)
     return split_table(split.problem, split.solution, split.link)
 
