@@ -13,7 +13,8 @@ from echelon.layout.validation_error import ValidationError
 from echelon.models import user_model
 from echelon.models.foreign.hf_source import read_hf_source
 from echelon.parallel.auto_sharding.split_overrides import parse_overrides
-from echelon.parallel.auto_sharding.split_table import SplitRow, SplitTable, split_table
+from echelon.parallel.auto_sharding.split_table import SplitRow, split_table
+from echelon.parallel.auto_sharding.split_table import SplitTable as SplitTable  # the command names it
 
 
 @dataclass(frozen=True, kw_only=True)
