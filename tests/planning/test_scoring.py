@@ -248,8 +248,13 @@ def test_what_was_assumed_of_incomplete_rows_is_reported(tmp_path):
     assert result.exit_code == 0, result.output
     assumed = {name: source["assumed"] for name, source in json.loads(result.stdout)["sources"].items()}
     assert assumed == {
-        "some": {"microbatch": {"1": 1}, "recompute": {"none": 1, "full": 1}, "zero": {"1": 3}},
-        "other": {"zero": {"1": 1}},
+        "some": {
+            "microbatch": {"1": 1},
+            "program": {"unknown": 3},
+            "recompute": {"none": 1, "full": 1},
+            "zero": {"1": 3},
+        },
+        "other": {"program": {"unknown": 1}, "zero": {"1": 1}},
     }
 
 
