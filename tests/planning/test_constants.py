@@ -115,7 +115,7 @@ RESPONDS: dict[str, tuple[Scenario, str, int]] = {
     "context_gib": (case(), "reserve", 1),
     "spread": (case(), "interval", 1),
     "spread_own": (case("1xh200", "dp=1", "llama-1b", program="echelon"), "interval", 1),
-    "spread_far": (case("16xgaudi3"), "interval", 1),
+    "spread_far": (case("16xl40s"), "interval", 1),
     "spread_experts": (case(model="mixtral-8x7b", layout="dp=16,ep=8"), "interval", 1),
 }
 """scenario, what is predicted, and whether it grows with the constant"""

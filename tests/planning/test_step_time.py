@@ -64,6 +64,15 @@ def test_hsdp_is_faster_than_fsdp_where_nodes_are_far() -> None:
     assert times("4096xh100", f"{large},shard=8").total < times("4096xh100", large).total
 
 
+def test_replicas_of_hsdp_are_reduced_once_a_step_behind_the_last_backward() -> None:
+    """What backward of one microbatch does not hide is exposed, whatever the step hides of gathers."""
+    hybrid, slow = "dp=64,zero=3,shard=8,microbatch=1,accumulate=8", replace(C, inter_node=C.inter_node / 50)
+    one = work("64xh100:eth", hybrid)
+    wire = float(one.dp.replicas.wire_bytes) / (one.microbatch.device.inter_node_bandwidth * C.inter_node)
+    waits = float(step_times(one, slow).dp - step_times(one, C).dp)
+    assert waits == pytest.approx(49 * wire, rel=0.2)
+
+
 def test_experts_are_reduced_by_the_ranks_that_hold_the_same_ones() -> None:
     dp = work("64xh100", "dp=64,zero=1,ep=8,microbatch=1", "mixtral-8x7b").dp
     assert (dp.shards.ranks, dp.shards.ranks_per_node) == (64, 8)
