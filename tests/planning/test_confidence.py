@@ -118,6 +118,7 @@ def test_the_narrow_interval_is_that_of_one_h200_alone():
     narrow = half_width("1xh200")
     assert all(half_width(f"1x{kind}") > 1.5 * narrow for kind in ("v100", "a100-80", "h100", "b200"))
     assert half_width("1xh200", layout="dp=1,offload=params") > 1.5 * narrow
+    assert half_width("8xh200", layout="dp=8") > 1.5 * narrow
 
 
 def test_what_is_called_measured_is_in_the_table():

@@ -69,7 +69,7 @@ def interval_factor(scenario: Scenario, c: Constants) -> float:
     """The factor, up and down, within which four of five runs lie."""
     spread = c.spread_experts if scenario.shape.experts else c.spread
     doubts = sum(weight for _, weight in _doubts(scenario))
-    if not doubts and scenario.has_kernels and scenario.layout.world == 1:
+    if not doubts and scenario.has_kernels:  # on one device, as clusters are doubtful
         spread = c.spread_own
     return math.exp(spread * c.spread_far**doubts)
 
