@@ -9,7 +9,7 @@ from echelon.memory.offload.cost import OffloadTraffic, offload_traffic
 from echelon.optim import offload_support
 from echelon.parallel.tp import cost as tp_cost
 from echelon.pipeline.schedules.bubble_time import INTERLEAVED
-from echelon.planning.calibrate.programs import PROGRAMS, UNBALANCED_CP
+from echelon.planning.calibrate.programs import COMPILED_LOSSES, PROGRAMS, UNBALANCED_CP
 from echelon.planning.cluster.cluster import HOST_DEVICES
 from echelon.planning.cluster.link_time import intra_node_latency
 from echelon.planning.cost import step_work
@@ -32,9 +32,10 @@ LOAD_ELEMENTS, UNLOADABLE_COST = 8, 7.0
 """elements of 16 bits that a tensor core's operands are loaded by, and the cost of a GEMM with a dimension that they do
 not divide, in that of one off the tile: on an H200 the three GEMMs of a head of 50,257 take 5.7 times as long as of
 50,304. Other programs pad their vocabulary"""
-LOGIT_TRAFFIC, FUSED_LOGIT_TRAFFIC, CUSTOM_LOGIT_TRAFFIC = 8.0, 2.0, 13.0
-"""bytes moved per logit, in forward and for each gradient: by other programs; by the fused loss kernel, which reads
-twice and writes once in all; by a user's loss in float32, whose operators are one kernel each"""
+LOGIT_TRAFFIC, COMPILED_LOGIT_TRAFFIC, FUSED_LOGIT_TRAFFIC, CUSTOM_LOGIT_TRAFFIC = 8.0, 8 / 3, 2.0, 13.0
+"""bytes moved per logit, in forward and for each gradient: by other programs; by a compiled loss, which reads for the
+largest, for the sum and in backward, and writes once; by the fused loss kernel, which reads twice and writes once in
+all; by a user's loss in float32, whose operators are one kernel each"""
 
 
 def count_work(scenario: Scenario, *, include_per_step: bool = True) -> step_work.StepWork:
@@ -59,11 +60,9 @@ def _microbatch_work(scenario: Scenario) -> step_work.MicrobatchWork:
     flops = 2.0 * tokens * shape.width * vocab
     # A traced module may have no head.
     edge_flops = 2.0 * (shape.width * vocab + tokens * vocab + tokens * shape.width) if flops else 0.0
-    fused_loss, runs_operators = scenario.has_kernels and tp == 1, scenario.runs_operators
-    logit_traffic = CUSTOM_LOGIT_TRAFFIC if runs_operators else FUSED_LOGIT_TRAFFIC if fused_loss else LOGIT_TRAFFIC
     return step_work.MicrobatchWork(
         device=_device_rates(scenario),
-        program=PROGRAMS.index("plain" if runs_operators else scenario.program),
+        program=PROGRAMS.index("plain" if scenario.runs_operators else scenario.program),
         num_layers=shape.num_layers,
         num_moe_layers=shape.num_moe_layers,
         dense_gemms=dense_gemms,
@@ -72,7 +71,7 @@ def _microbatch_work(scenario: Scenario) -> step_work.MicrobatchWork:
         head_gemm=step_work.GemmWork(
             flops=flops, edge_flops=edge_flops, misaligned_flops=_unloadable_flops(scenario, flops, shape.width, vocab)
         ),
-        loss_bytes=tokens * vocab * logit_traffic,
+        loss_bytes=tokens * vocab * _logit_traffic(scenario),
         attention=_attention_work(scenario),
         elementwise=elementwise_traffic(scenario),
         compression_bytes=compression_traffic(scenario),
@@ -81,6 +80,15 @@ def _microbatch_work(scenario: Scenario) -> step_work.MicrobatchWork:
         cp=cp_traffic(scenario),
         recompute=recompute_shares(scenario),
     )
+
+
+def _logit_traffic(scenario: Scenario) -> float:
+    """Bytes per logit of the loss and of each gradient."""
+    if scenario.runs_operators:
+        return CUSTOM_LOGIT_TRAFFIC
+    if scenario.has_kernels and scenario.layout.tp == 1:
+        return FUSED_LOGIT_TRAFFIC
+    return COMPILED_LOGIT_TRAFFIC if scenario.program in COMPILED_LOSSES else LOGIT_TRAFFIC
 
 
 def _device_rates(scenario: Scenario) -> step_work.DeviceRates:

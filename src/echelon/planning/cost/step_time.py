@@ -159,7 +159,7 @@ def _attention_time(work: MicrobatchWork, rates: ReachedRates, c: Constants, pro
     flash_share = np.select(
         [attention.kernel == FLASH1, attention.kernel == FLASH2],
         [c.flash1, c.flash2 * np.where(np.isin(device.generation, (HOPPER, BLACKWELL)), OLD_MMA_SPEED, 1.0)],
-        c.best_attention,
+        np.where(device.generation == BLACKWELL, c.blackwell_attention, c.best_attention),
     ) * np.where(attention.wide_heads > 0, 1.0, NARROW_HEAD_SPEED)
     per_score = np.where(attention.kernel == PLAIN_ATTENTION, c.plain_score_bytes, c.fused_score_bytes)
     flash = attention.flops / (device.peak_flops_16bit * flash_share * profile.speed)
