@@ -188,13 +188,14 @@ class ContextParallel:
         if self.ring_axis.size == 1 and not has_dropout and is_fused:
             y = self._local_attention(core, q, k, v, context=context)
         else:
-            assert not has_dropout or isinstance(core.dropout, Dropout)
+            dropout = core.dropout if has_dropout else None
+            assert dropout is None or isinstance(dropout, Dropout)
             mask = MaskSpec(
                 query_positions=attention.local_positions,
                 length=self.seq_len,
                 documents=context.documents,
                 hide_padding=not context.causal and self.order.padded_len > self.seq_len,
-                dropout=core.dropout if has_dropout else None,
+                dropout=dropout,
                 heads=(first_head, heads),
                 scores=core.scores,
             )

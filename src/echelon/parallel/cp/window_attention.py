@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from echelon.kernels.attention.blockwise_attention import GradientAccumulator
-from echelon.parallel.comm.mesh_axis import MeshAxis
+from echelon.parallel.comm.mesh_axis import MeshAxis, PendingWork
 from echelon.parallel.cp.cp_attention import ContextParallelAttention
 from echelon.parallel.cp.zigzag import AttentionBlock, ZigzagOrder
 
@@ -38,14 +39,13 @@ class WindowAttention(ContextParallelAttention):
     def kv_blocks(self, kv: Tensor) -> Iterator[tuple[AttentionBlock, Tensor, Tensor]]:
         """Yield the blocks of every offset; the next keys and values arrive during its blocks."""
         rank, size = self.axis.index, self.axis.size
-        for step, offset in enumerate(self.offsets):
-            key_rank = (rank - offset) % size
-            current, keys = kv, self.received_keys(offset)
-            if step:
+        arriving = kv
+        pending: PendingWork | None = None
+        for offset, following in pairwise((*self.offsets, 0)):
+            if pending is not None:
                 pending.wait()
-                current = arriving
-            if step + 1 < len(self.offsets):
-                following = self.offsets[step + 1]
+            current, keys, key_rank = arriving, self.received_keys(offset), (rank - offset) % size
+            if following:
                 sent = kv[:, :, :, self.sent_keys(following)].contiguous()
                 arriving = torch.empty_like(kv[:, :, :, self.received_keys(following)])
                 pending = self.axis.start_shift(arriving, sent, offset=following)

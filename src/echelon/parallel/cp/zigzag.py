@@ -17,9 +17,9 @@ and rank i holds chunks i and 2n - 1 - i: one with little attention and one with
 So every step of the ring is half of a square on every rank, and only the first has a mask. With ring-ulysses, the
 neighbours that exchange heads divide the tokens of one ring position, in order.
 
-Under a window a chunk attends to itself and to the chunks just before it. So the blocks are of one chunk with another, a
-rank attends to those that some of its tokens reach, and receives no other keys (window_attention.py). With a window
-that is no longer than a chunk these are keys of the two neighbours of a rank, whatever n is.
+Under a window a chunk attends to itself and to the chunks just before it. So the blocks are of one chunk with another,
+and a rank receives only keys that some of its tokens reach (window_attention.py). With a window that is no longer than
+a chunk these are keys of the two neighbours of a rank, whatever n is.
 
 A length that does not divide is padded at its end. No query comes after padding, so a causal mask hides it; without
 one, its keys are masked (cp_attention.py).
