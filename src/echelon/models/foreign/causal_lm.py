@@ -8,10 +8,10 @@ family's code is replaced or repeated: its forward runs as written, as a whole o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +20,14 @@ from torch.nn import functional as F
 from echelon.kernels.layers.cross_entropy import TokenLosses, token_cross_entropy
 from echelon.models import init_weights
 from echelon.models.attention import AttentionContext, document_positions
-from echelon.models.foreign.core_attention import CONTEXT_ARGUMENT, AttentionState, install_cores
+from echelon.models.foreign.core_attention import CONTEXT_ARGUMENT, CORE_ATTENTION, AttentionState, install_cores
 from echelon.models.foreign.float64_casts import float64_casts
 from echelon.models.foreign.foreign_experts import ForeignExperts, is_experts
 from echelon.models.foreign.functional_dropout import add_sites, counter_dropout
 from echelon.models.foreign.hf_source import HFSource, check_model_type, quiet_transformers
 from echelon.models.foreign.init_rules import materialize_buffers, record_init
 from echelon.models.foreign.language_head import LanguageHead, LogitMap, try_logit_map
-from echelon.models.foreign.layer_probe import find_layer_stack
+from echelon.models.foreign.layer_probe import find_layer_stack, implementations
 from echelon.models.foreign.layer_stack import LayerCall, LayerStack
 from echelon.models.foreign.unfuse import PartInit, unfuse
 from echelon.models.model_config import IGNORE_INDEX
@@ -57,6 +57,27 @@ def exact_casts_and_dropout(module: nn.Module) -> Iterator[None]:
     dtype = next((p.dtype for p in module.parameters()), torch.float32)
     with float64_casts(dtype), counter_dropout(module):
         yield
+
+
+class FullSequences(Protocol):
+    """The sequences of which this rank has a part."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the current ones."""
+        ...
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[sequences, local tokens, ...] to [sequences, all tokens, ...]."""
+        ...
+
+
+@dataclass(frozen=True)
+class DividedSequences:
+    """Which layers know of more tokens than this rank's."""
+
+    full_layers: frozenset[int]
+    sequences: FullSequences
 
 
 class ForeignCausalLM(nn.Module):
@@ -209,25 +230,52 @@ class ForeignCausalLM(nn.Module):
             positions = document_positions(tokens, documents)
         return {} if positions is None else {"position_ids": positions.expand(len(tokens), -1)}
 
+    @staticmethod
+    def token_positions(tokens: Tensor, documents: Tensor | None) -> Tensor:
+        """The position of each token, which context parallelism divides."""
+        return document_positions(tokens, documents)
+
     def _layer_calls(
         self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None
     ) -> list[LayerCall]:
+        divided = self.divided
+        if divided is None:
+            return self._contexts(
+                (len(tokens), tokens.shape[1]), tokens.device, self._positions(tokens, documents, positions)
+            )
+        assert positions is not None
+        calls: dict[int, LayerCall] = {}
+        if len(divided.full_layers) < self.layer_stack.num_layers:
+            context = AttentionContext(positions, documents)
+            with implementations(self.config, attention=CORE_ATTENTION):
+                local = self._contexts(
+                    (len(tokens), tokens.shape[1]), tokens.device, self._position_ids(positions, len(tokens))
+                )
+            calls |= {
+                i: replace(call, kwargs={**call.kwargs, CONTEXT_ARGUMENT: context}) for i, call in enumerate(local)
+            }
+        if divided.full_layers:
+            placed = self._position_ids(divided.sequences.gather(positions), len(tokens))
+            full = self._contexts((len(tokens), divided.sequences.length), tokens.device, placed)
+            calls |= {i: full[i] for i in divided.full_layers}
+        return [calls[i] for i in range(self.layer_stack.num_layers)]
+
+    def _contexts(self, shape: tuple[int, int], device: torch.device, placed: Mapping[str, Tensor]) -> list[LayerCall]:
         weight = next(parameter for parameter in self.parameters() if parameter.is_floating_point())
-        zeros = torch.zeros((), dtype=self.context_dtype or weight.dtype, device=tokens.device)
-        like = zeros.expand(*tokens.shape, self.layer_stack.hidden_size)
-        calls = self.layer_stack.contexts(self, like, **self._positions(tokens, documents, positions))
-        if not self.has_cores:
-            return calls
-        placed = document_positions(tokens, documents) if positions is None else positions
-        context = AttentionContext(placed, documents)
-        return [replace(call, kwargs={**call.kwargs, CONTEXT_ARGUMENT: context}) for call in calls]
+        zeros = torch.zeros((), dtype=self.context_dtype or weight.dtype, device=device)
+        return self.layer_stack.contexts(self, zeros.expand(*shape, self.layer_stack.hidden_size), **placed)
 
-    def use_core_attention(self) -> None:
-        """Attend through `CoreAttention`, which context parallelism extends over ranks."""
-        install_cores(self)
-        self.has_cores = self.runs_by_layer = True
+    def _position_ids(self, positions: Tensor, rows: int) -> dict[str, Tensor]:
+        return {"position_ids": positions.expand(rows, -1)} if self.layer_stack.takes_positions else {}
 
-    has_cores = False
+    def divide_sequences(self, cores: Iterable[str], full_layers: Iterable[int], sequences: FullSequences) -> None:
+        """Run on parts of sequences: these modules attend by cores, these layers get the arguments of all tokens."""
+        install_cores(self, cores)
+        self.divided = DividedSequences(frozenset(full_layers), sequences)
+        self.runs_by_layer = True
+
+    divided: DividedSequences | None = None
+    """none: sequences are whole"""
     embeds_slices = False
     """the embedding leaves this rank's slice of each sequence (sequence parallelism)"""
 

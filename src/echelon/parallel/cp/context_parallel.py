@@ -23,6 +23,8 @@ from echelon.parallel.cp import ulysses
 from echelon.parallel.cp.all_gather_attention import AllGatherAttention
 from echelon.parallel.cp.cp_attention import ContextParallelAttention, MaskSpec
 from echelon.parallel.cp.ring_attention import RingAttention
+from echelon.parallel.cp.sequence_gather import SequenceGather
+from echelon.parallel.cp.sequence_plan import plan_sequences
 from echelon.parallel.cp.window_attention import WindowAttention
 from echelon.parallel.cp.zigzag import ZigzagOrder
 from echelon.parallel.tp.cost import region_axis
@@ -41,7 +43,8 @@ def apply_context_parallel(context: TransformContext) -> None:
     if layout.cp == 1:
         return
     if isinstance(model, ForeignCausalLM):
-        model.use_core_attention()
+        _apply_to_foreign_model(context, model)
+        return
     cores = [module for module in model.modules() if isinstance(module, CoreAttention)]
     arguments = inspect.signature(model.forward).parameters
     missing = [] if cores else ["its attention must be the module echelon.CoreAttention"]
@@ -52,11 +55,33 @@ def apply_context_parallel(context: TransformContext) -> None:
             f"context parallelism cannot shard the sequences of {type(model).__name__} (cp={layout.cp}): "
             f"{' and '.join(missing)}; or use cp=1"
         )
-    context.cp_context = cp_context = ContextParallel(model, layout, context.axes, context.options.device)
+    _connect(context, ContextParallel(model, layout, context.axes, context.options.device))
+
+
+def _apply_to_foreign_model(context: TransformContext, model: ForeignCausalLM) -> None:
+    """Divide what a trial shows to be divisible, and gather sequences for the rest."""
+    layout, plan = context.layout, plan_sequences(model)
+    if plan.problem:
+        raise ValueError(
+            f"context parallelism cannot divide the sequences of {type(model).__name__} (cp={layout.cp}): "
+            f"{plan.problem}; use cp=1"
+        )
+    cp_context = ContextParallel(model, layout, context.axes, context.options.device)
+    cp_context.sequences = sequences = SequenceGather(cp_context)
+    model.divide_sequences(plan.cores, plan.gathered_layers(model), sequences)
+    for name in plan.gathered:
+        sequences.attach(model.get_submodule(name), sequence_parallel=bool(layout.sp))
+    _connect(context, cp_context)
+
+
+def _connect(context: TransformContext, cp_context: ContextParallel) -> None:
+    """Let attention cores reach other ranks, and dropouts know their tokens."""
+    context.cp_context = cp_context
+    cores = [module for module in context.model.modules() if isinstance(module, CoreAttention)]
     for core in cores:
         core.backend = cp_context
     attention_dropouts = {id(core.dropout) for core in cores}
-    for module in model.modules():
+    for module in context.model.modules():
         if isinstance(module, Dropout) and id(module) not in attention_dropouts:
             module.register_forward_pre_hook(cp_context.set_dropout_window)
 
@@ -82,6 +107,8 @@ class ContextParallel:
         self.gathers_keys = layout.cp_kind == "gather"
         self.check_length: Any = getattr(model, "check_length", None)
         self.token_positions: Any = getattr(model, "token_positions", _sequential_positions)
+        self.sequences: SequenceGather | None = None
+        """modules that get full sequences"""
         self.seq_len = 0
         """tokens of the current sequences, without padding"""
         # Sequences may be of any length; the caches hold a few.
@@ -140,6 +167,8 @@ class ContextParallel:
     def set_dropout_window(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         """Set the positions that dimension 1 of a dropout's input covers: its mask is theirs."""
         assert isinstance(module, Dropout)
+        if self.sequences is not None and self.sequences.inside:
+            return
         positions, size = self.positions(args[0].device), args[0].shape[1]
         if args[0].dim() < 3 or size != -(-len(positions) // self.sp_axis.size):
             raise ValueError(

@@ -158,9 +158,10 @@ def _one_thread() -> Iterator[None]:
 
 
 def _foreign_cp(model: ForeignCausalLM) -> bool:
-    from echelon.models.foreign.core_attention import find_core_problem
+    from echelon.parallel.cp.sequence_plan import plan_sequences
 
-    return not find_core_problem(model)
+    with _one_thread():
+        return not plan_sequences(model).problem
 
 
 def _has_foreign_experts(module: nn.Module) -> bool:
