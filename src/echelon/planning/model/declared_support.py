@@ -75,6 +75,7 @@ def read_support(module: nn.Module) -> DeclaredSupport:
         slices=has_core and has_pipeline and get_pipeline_model(module).slice_shared is not None,
         ep=has_own_experts or _has_foreign_experts(module),
         etp=has_own_experts,
+        ep_needs_sp=foreign is None,
         core=has_core,
         own_recompute=any(True for _ in recomputing_modules(module)),
     )
