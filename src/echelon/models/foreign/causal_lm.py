@@ -28,7 +28,8 @@ from echelon.models.foreign.hf_source import HFSource, check_model_type, quiet_t
 from echelon.models.foreign.init_rules import materialize_buffers, record_init
 from echelon.models.foreign.language_head import LanguageHead, LogitMap, try_logit_map
 from echelon.models.foreign.layer_probe import find_layer_stack, implementations
-from echelon.models.foreign.layer_stack import LayerCall, LayerStack
+from echelon.models.foreign.layer_stack import LayerCall, LayerStack, split_hidden
+from echelon.models.foreign.router_loss import FLAG, KeepsRouterLogits, RouterLoss, RoutingSums, find_router_loss
 from echelon.models.foreign.unfuse import PartInit, unfuse
 from echelon.models.model_config import IGNORE_INDEX
 from echelon.models.pipeline_model import PipelineLayer, PipelineModel
@@ -37,18 +38,43 @@ from echelon.rng import Init
 MAX_SEQ_LEN = 1 << 20
 
 
+ROUTING_ARGUMENT = "router_sums"
+"""keyword of a layer, which never reaches transformers' code"""
+Hidden = Tensor | tuple[Tensor, Tensor]
+"""hidden states, and after the first layer with a balance loss the sums of the routers so far (router_loss.py)"""
+
+
 class ForeignLayer(nn.Module):
     """What `adapt` adds to the class of a layer, whose forward backward may recompute alone."""
 
     attention_state: AttentionState | None = None
     """what the cores of its attention read (core_attention.py)"""
 
+    router_logits: KeepsRouterLogits | None = None
+    """of a layer with routers, if their balance loss is added"""
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        context = kwargs.pop(CONTEXT_ARGUMENT, None)
+        """The layer's own output; with ROUTING_ARGUMENT, hidden states and the sums of its routers."""
+        context, routing = kwargs.pop(CONTEXT_ARGUMENT, None), kwargs.pop(ROUTING_ARGUMENT, None)
         if self.attention_state is not None:
             self.attention_state.context = context
+        if routing is None:
+            with exact_casts_and_dropout(self):
+                return super().forward(*args, **kwargs)
+        assert self.router_logits is not None
+        self.router_logits.start()
+        hidden, call = split_hidden(args, kwargs)
         with exact_casts_and_dropout(self):
-            return super().forward(*args, **kwargs)
+            out = call.run(super().forward, hidden)
+        return out, self.router_logits.take(len(hidden), routing.is_token)
+
+
+@dataclass(frozen=True)
+class RoutingRequest:
+    """Asks a layer for the sums of its routers."""
+
+    is_token: Tensor | None
+    """tokens that are no padding; none: all"""
 
 
 @contextmanager
@@ -169,13 +195,28 @@ class ForeignCausalLM(nn.Module):
             return whole
         return self._head_logits(self._last_hidden(tokens, documents, positions))
 
-    def _last_hidden(self, tokens: Tensor, documents: Tensor | None, positions: Tensor | None) -> Tensor:
-        stack = self.layer_stack
+    def _last_hidden(self, tokens: Tensor, documents: Tensor | None, positions: Tensor | None) -> Hidden:
         calls = self._layer_calls(tokens, documents, positions)
-        hidden = self._embed(tokens, documents, positions)
-        for name, call in zip(stack.layer_names, calls, strict=True):
-            hidden = call.run(self.get_submodule(name), hidden)
+        hidden: Hidden = self._embed(tokens, documents, positions)
+        for index, call in enumerate(calls):
+            hidden = self._run_layer(index, call, hidden)
         return hidden
+
+    def _run_layer(self, index: int, call: LayerCall, hidden: Hidden) -> Hidden:
+        layer: Any = self.get_submodule(self.layer_stack.layer_names[index])  # by name: parallelism may replace it
+        x, sums = hidden if isinstance(hidden, tuple) else (hidden, None)
+        if not self.training or self.router_loss is None or layer.router_logits is None:
+            out = call.run(layer, x)
+            return out if sums is None else (out, sums)
+        is_token = None if self.routing_sums is None else self.routing_sums.is_token(x.device)
+        asking = {**call.kwargs, ROUTING_ARGUMENT: RoutingRequest(is_token)}
+        out, added = replace(call, kwargs=asking).output(layer, x)
+        return out, added if sums is None else sums + added
+
+    router_loss: RouterLoss | None = None
+    """the balance loss that is added in training"""
+    routing_sums: RoutingSums | None = None
+    """none: all tokens of a sequence are local"""
 
     # -- loss ---------------------------------------------------------------------------------------------------------
 
@@ -183,18 +224,27 @@ class ForeignCausalLM(nn.Module):
         self, tokens: Tensor, targets: Tensor, documents: Tensor | None, positions: Tensor | None
     ) -> Tensor:
         """The sum of the losses of a forward."""
+        if self.runs_by_layer or (self.router_loss is not None and self.training and not self.is_traced):
+            return self._loss(self._last_hidden(tokens, documents, positions), targets)
         if not self.divides_loss:
             return self.token_losses(self._logits(tokens, documents, positions), targets).sum()
-        if self.runs_by_layer:
-            return self._loss(self._last_hidden(tokens, documents, positions), targets)
         placed = self._positions(tokens, documents, positions)
         return self._chunked_loss(self.layer_stack.head_input_as_written(self, input_ids=tokens, **placed), targets)
 
-    def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """The sum of the losses, from the hidden states after the last layer."""
-        if not self.divides_loss:
-            return self.token_losses(self._head_logits(hidden), targets).sum()
-        return self._chunked_loss(self.layer_stack.head_input(self, hidden), targets)
+    def _loss(self, hidden: Hidden, targets: Tensor) -> Tensor:
+        """The sum of the losses, from the hidden states after the last layer.
+
+        The balance loss of a sequence counts once per target, since the sum is divided by the targets."""
+        x, sums = hidden if isinstance(hidden, tuple) else (hidden, None)
+        if self.divides_loss:
+            total = self._chunked_loss(self.layer_stack.head_input(self, x), targets)
+        else:
+            total = self.token_losses(self._head_logits(x), targets).sum()
+        if sums is None or self.router_loss is None:
+            return total
+        sums = sums if self.routing_sums is None else self.routing_sums.total(sums)
+        balance = self.router_loss.of_sequences(sums)
+        return total + (balance * (targets != IGNORE_INDEX).sum(1)).sum().to(total.dtype)
 
     def _chunked_loss(self, head_input: Tensor, targets: Tensor) -> Tensor:
         head = self.get_submodule(self.layer_stack.head_name)
@@ -211,7 +261,13 @@ class ForeignCausalLM(nn.Module):
     def divides_loss(self) -> bool:
         """The loss is computed some tokens at a time. Planning traces it whole, on the meta device."""
         head = self.get_submodule(self.layer_stack.head_name)
-        return self.logit_map.divides_tokens and isinstance(head, LanguageHead) and not head.weight.is_meta
+        return self.logit_map.divides_tokens and isinstance(head, LanguageHead) and not self.is_traced
+
+    @property
+    def is_traced(self) -> bool:
+        """Planning traces the model on the meta device."""
+        weight: Tensor = self.get_submodule(self.layer_stack.head_name).weight  # type: ignore[assignment]
+        return weight.is_meta
 
     def _embed(self, tokens: Tensor, documents: Tensor | None, positions: Tensor | None) -> Tensor:
         """The input of the first layer. Positions are those of all tokens: the embedding may leave a rank's slice."""
@@ -221,7 +277,9 @@ class ForeignCausalLM(nn.Module):
         return self.layer_stack.embed(self, input_ids=tokens, **placed)
 
     def forward_as_written(self, **kwargs: Any) -> Any:
-        """Call transformers' forward without the hooks of the module."""
+        """Call transformers' forward without the hooks of the module; it adds no balance loss unless it is asked to."""
+        if getattr(self.config, FLAG, False):
+            kwargs.setdefault(FLAG, False)
         return super().forward(**kwargs)
 
     def _positions(self, tokens: Tensor, documents: Tensor | None, positions: Tensor | None) -> dict[str, Tensor]:
@@ -325,21 +383,20 @@ class ForeignCausalLM(nn.Module):
         with self._casts():
             return self._embed(tokens, documents, positions)
 
-    def _layer_runner(self, index: int) -> Callable[..., Tensor]:
-        name = self.layer_stack.layer_names[index]
-
-        def run(hidden: Tensor, calls: list[LayerCall], **_inputs: Any) -> Tensor:
+    def _layer_runner(self, index: int) -> Callable[..., Hidden]:
+        def run(hidden: Hidden, calls: list[LayerCall], **_inputs: Any) -> Hidden:
             with self._casts():
-                return calls[index].run(self.get_submodule(name), hidden)  # by name: parallelism may replace it
+                return self._run_layer(index, calls[index], hidden)
 
         return run
 
-    def _run_head(self, hidden: Tensor, _calls: Any, targets: Tensor, **_inputs: Any) -> tuple[Tensor, Tensor]:
+    def _run_head(self, hidden: Hidden, _calls: Any, targets: Tensor, **_inputs: Any) -> tuple[Tensor, Tensor]:
         with self._casts():
             return self._loss(hidden, targets), (targets != IGNORE_INDEX).sum()
 
-    def _head_logits(self, hidden: Tensor, **_inputs: Any) -> Tensor:
-        logits: Tensor = self.layer_stack.head(self, hidden).logits
+    def _head_logits(self, hidden: Hidden, **_inputs: Any) -> Tensor:
+        x = hidden[0] if isinstance(hidden, tuple) else hidden
+        logits: Tensor = self.layer_stack.head(self, x).logits
         return logits
 
     # -- first values -------------------------------------------------------------------------------------------------
@@ -379,7 +436,19 @@ def adapt(model: nn.Module) -> Any:
         if is_experts(module):
             derive_class(module, ForeignExperts).all_experts = module.num_experts
         module.wide_buffers = tuple(name for name, _ in module.named_buffers(recurse=False))
+    experts = (module.all_experts for module in adapted.modules() if isinstance(module, ForeignExperts))
+    adapted.router_loss = find_router_loss(twin, stack, next(experts, 0))
+    if adapted.router_loss is not None:
+        keep_router_logits(adapted, adapted.router_loss)
     return adapted
+
+
+def keep_router_logits(model: Any, loss: RouterLoss) -> None:
+    for name in model.layer_stack.layer_names:
+        routers = [router.removeprefix(f"{name}.") for router in loss.routers if router.startswith(f"{name}.")]
+        if routers:
+            layer = model.get_submodule(name)
+            layer.router_logits = KeepsRouterLogits(layer, loss, routers)
 
 
 def adapt_if_foreign(model: nn.Module) -> Any:
