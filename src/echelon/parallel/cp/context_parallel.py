@@ -70,7 +70,7 @@ def _apply_to_foreign_model(context: TransformContext, model: ForeignCausalLM) -
     cp_context.sequences = sequences = SequenceGather(cp_context)
     model.divide_sequences(plan.cores, plan.gathered_layers(model), sequences)
     for name in plan.gathered:
-        sequences.attach(model.get_submodule(name), sequence_parallel=bool(layout.sp))
+        sequences.attach(name, model.get_submodule(name), sequence_parallel=bool(layout.sp))
     _connect(context, cp_context)
 
 

@@ -130,6 +130,27 @@ def collectives(
             yield replace(send, bytes=kv_bytes, count=ranks * num_attentions, purpose="their gradients")
 
 
+def gathered_collectives(
+    layout: Layout,
+    *,
+    modules: int,
+    batch: int,
+    seq_len: int,
+    width: int,
+    element_bytes: int,
+    recomputed: RecomputedLayers | None = None,
+) -> Iterable[Collective]:
+    """Yield the collectives of a step for modules that get full sequences, one of each layer (sequence_gather.py)."""
+    if layout.cp == 1 or not modules:
+        return
+    size = batch * tokens_per_rank(layout, seq_len) * layout.cp * width * element_bytes
+    recomputed = recomputed or RecomputedLayers.from_policy(layout.recompute, layers=modules)
+    passes = (modules + recomputed.layers) * layout.accumulate
+    yield Collective(op="all_gather", axis="cp", bytes=size, count=passes, purpose="full sequences")
+    count = modules * layout.accumulate
+    yield Collective(op="reduce_scatter", axis="cp", bytes=size, count=count, purpose="their gradients")
+
+
 def _window_sends(
     order: ZigzagOrder, rank: int, window: int, axis: str, size: int, *, forward: int, backward: int
 ) -> Iterable[Collective]:

@@ -40,6 +40,8 @@ class SequenceGather:
         self.context = context
         self.inside = False
         """a gathered module runs: its tensors are of full sequences"""
+        self.modules: list[str] = []
+        """names of the modules that get them"""
 
     @property
     def length(self) -> int:
@@ -71,8 +73,9 @@ class SequenceGather:
 
     # -- modules ------------------------------------------------------------------------------------------------------
 
-    def attach(self, module: nn.Module, *, sequence_parallel: bool) -> None:
+    def attach(self, name: str, module: nn.Module, *, sequence_parallel: bool) -> None:
         """Give a module full sequences."""
+        self.modules.append(name)
         rows = [child for child in module.modules() if isinstance(child, ReducedLinear)] if sequence_parallel else []
         if len(rows) > 1:
             raise ValueError(

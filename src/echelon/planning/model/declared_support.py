@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from echelon.models.foreign.causal_lm import ForeignCausalLM
+    from echelon.parallel.cp.sequence_plan import SequencePlan
 
 SPLIT_OF_ROLE = {"column": COLUMN_PARALLEL, "row": ROW_PARALLEL}
 
@@ -46,6 +47,8 @@ class DeclaredSupport:
     support: ModelSupport
     splits: Mapping[str, str]
     """modules whose weights tp splits: by columns or by rows"""
+    gathered: tuple[str, ...]
+    """modules that get full sequences under context parallelism"""
     is_trainable: bool
     """it draws random masks only in ways that do not depend on the layout"""
 
@@ -63,6 +66,7 @@ def read_support(module: nn.Module) -> DeclaredSupport:
     has_pipeline = hasattr(module, "pipeline_model")
     foreign = module if isinstance(module, ForeignCausalLM) else None
     declared = _derived_tp(foreign) if foreign is not None else _declared_tp(module)
+    sequences = _sequence_plan(foreign) if foreign is not None else None
     has_own_experts = any(isinstance(child, MoELayer) for child in modules)
     support = ModelSupport(
         tp=bool(declared.splits) or foreign is not None,
@@ -70,7 +74,7 @@ def read_support(module: nn.Module) -> DeclaredSupport:
         grids=declared.grids,
         tp_divides=declared.divides,
         tp_shares=declared.shares,
-        cp=_foreign_cp(foreign) if foreign is not None else has_core and _takes_positions(module),
+        cp=not sequences.problem if sequences is not None else has_core and _takes_positions(module),
         pp=has_pipeline,
         slices=has_core and has_pipeline and get_pipeline_model(module).slice_shared is not None,
         ep=has_own_experts or _has_foreign_experts(module),
@@ -80,7 +84,8 @@ def read_support(module: nn.Module) -> DeclaredSupport:
         own_recompute=any(True for _ in recomputing_modules(module)),
     )
     is_trainable = not unsupported_dropouts(module)
-    return DeclaredSupport(support=support, splits=declared.splits, is_trainable=is_trainable)
+    gathered = sequences.gathered if sequences is not None else ()
+    return DeclaredSupport(support=support, splits=declared.splits, gathered=gathered, is_trainable=is_trainable)
 
 
 # -- custom modules ---------------------------------------------------------------------------------------------------
@@ -158,11 +163,11 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _foreign_cp(model: ForeignCausalLM) -> bool:
+def _sequence_plan(model: ForeignCausalLM) -> SequencePlan:
     from echelon.parallel.cp.sequence_plan import plan_sequences
 
     with _one_thread():
-        return not plan_sequences(model).problem
+        return plan_sequences(model)
 
 
 def _has_foreign_experts(module: nn.Module) -> bool:
