@@ -21,6 +21,7 @@ from echelon.kernels.layers.cross_entropy import TokenLosses, token_cross_entrop
 from echelon.models import init_weights
 from echelon.models.attention import AttentionContext, document_positions
 from echelon.models.foreign.core_attention import CONTEXT_ARGUMENT, CORE_ATTENTION, AttentionState, install_cores
+from echelon.models.foreign.document_masks import keeps_documents_apart
 from echelon.models.foreign.float64_casts import float64_casts
 from echelon.models.foreign.foreign_experts import ForeignExperts, is_experts
 from echelon.models.foreign.functional_dropout import add_sites, counter_dropout
@@ -136,6 +137,7 @@ class ForeignCausalLM(nn.Module):
         if tokens is None:
             return self._mean_loss(*args, **kwargs)
         assert targets is not None
+        self._check_documents(documents)
         with self._casts():
             return self._whole_loss(tokens, targets, documents, positions), (targets != IGNORE_INDEX).sum()
 
@@ -180,6 +182,7 @@ class ForeignCausalLM(nn.Module):
     """tensors that initialise parameters on the meta device, by name; none: `initial` draws them"""
 
     def logits(self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        self._check_documents(documents)
         with self._casts():
             return self.full_logits(self._logits(tokens, documents, positions))
 
@@ -332,6 +335,16 @@ class ForeignCausalLM(nn.Module):
         self.divided = DividedSequences(frozenset(full_layers), sequences)
         self.runs_by_layer = True
 
+    keeps_documents = True
+    """attention does not cross documents that are packed into one sequence"""
+
+    def _check_documents(self, documents: Tensor | None) -> None:
+        if documents is not None and not self.keeps_documents:
+            raise ValueError(
+                f"{type(self).__name__} lets tokens attend to other documents of their sequence, whose masks it does "
+                "not make (documents are given); use data.mask_documents=false"
+            )
+
     divided: DividedSequences | None = None
     """none: sequences are whole"""
     embeds_slices = False
@@ -367,9 +380,10 @@ class ForeignCausalLM(nn.Module):
             logits=lambda hidden, _shared, **inputs: self.full_logits(self._head_logits(hidden, **inputs)),
         )
 
-    def _shared(self, *inputs: Any) -> list[LayerCall]:
+    def _shared(self, tokens: Tensor, documents: Tensor | None, positions: Tensor | None) -> list[LayerCall]:
+        self._check_documents(documents)
         with self._casts():
-            return self._layer_calls(*inputs)
+            return self._layer_calls(tokens, documents, positions)
 
     def _run_embedding(
         self,
@@ -423,6 +437,7 @@ def adapt(model: nn.Module) -> Any:
     stack = adapted.layer_stack = find_layer_stack(twin)
     materialize_buffers(twin)
     adapted.logit_map = try_logit_map(twin, stack)
+    adapted.keeps_documents = keeps_documents_apart(twin, stack)
     head = adapted.get_submodule(stack.head_name)
     if type(head).forward is nn.Linear.forward:
         derive_class(head, LanguageHead)
