@@ -22,6 +22,7 @@ from echelon.models import init_weights
 from echelon.models.attention import AttentionContext, document_positions
 from echelon.models.foreign.core_attention import CONTEXT_ARGUMENT, CORE_ATTENTION, AttentionState, install_cores
 from echelon.models.foreign.document_masks import keeps_documents_apart
+from echelon.models.foreign.embedding_reads import reads_embedding
 from echelon.models.foreign.float64_casts import float64_casts
 from echelon.models.foreign.foreign_experts import ForeignExperts, is_experts
 from echelon.models.foreign.functional_dropout import add_sites, counter_dropout
@@ -299,6 +300,11 @@ class ForeignCausalLM(nn.Module):
     def _layer_calls(
         self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None
     ) -> list[LayerCall]:
+        if self.reads_embedding and not self.is_traced:
+            raise ValueError(
+                f"the layers of {type(self).__name__} read the embedding beside their input, so that it cannot run in "
+                "parts; use tp=1, pp=1 and cp=1"
+            )
         divided = self.divided
         if divided is None:
             return self._contexts(
@@ -335,6 +341,8 @@ class ForeignCausalLM(nn.Module):
         self.divided = DividedSequences(frozenset(full_layers), sequences)
         self.runs_by_layer = True
 
+    reads_embedding = False
+    """arguments of layers follow from the embedding"""
     keeps_documents = True
     """attention does not cross documents that are packed into one sequence"""
 
@@ -437,6 +445,7 @@ def adapt(model: nn.Module) -> Any:
     stack = adapted.layer_stack = find_layer_stack(twin)
     materialize_buffers(twin)
     adapted.logit_map = try_logit_map(twin, stack)
+    adapted.reads_embedding = reads_embedding(twin, stack)
     adapted.keeps_documents = keeps_documents_apart(twin, stack)
     head = adapted.get_submodule(stack.head_name)
     if type(head).forward is nn.Linear.forward:

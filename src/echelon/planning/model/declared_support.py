@@ -67,15 +67,17 @@ def read_support(module: nn.Module) -> DeclaredSupport:
     foreign = module if isinstance(module, ForeignCausalLM) else None
     declared = _derived_tp(foreign) if foreign is not None else _declared_tp(module)
     sequences = _sequence_plan(foreign) if foreign is not None else None
+    runs_in_parts = foreign is None or not foreign.reads_embedding
     has_own_experts = any(isinstance(child, MoELayer) for child in modules)
     support = ModelSupport(
-        tp=bool(declared.splits) or foreign is not None,
+        tp=bool(declared.splits) or (foreign is not None and runs_in_parts),
         sp=declared.sp,
         grids=declared.grids,
         tp_divides=declared.divides,
         tp_shares=declared.shares,
-        cp=not sequences.problem if sequences is not None else has_core and _takes_positions(module),
-        pp=has_pipeline,
+        cp=(not sequences.problem if sequences is not None else has_core and _takes_positions(module))
+        and runs_in_parts,
+        pp=has_pipeline and runs_in_parts,
         slices=has_core and has_pipeline and get_pipeline_model(module).slice_shared is not None,
         ep=has_own_experts or _has_foreign_experts(module),
         etp=has_own_experts,
