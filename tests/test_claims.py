@@ -150,6 +150,9 @@ CLAIMS: dict[str, tuple[Check, ...]] = {
             "test_tokens_that_meet_elsewhere_get_full_sequences",
         ),
     ),
+    "A whole layer that gets full sequences is incompatible with `tp` and `sp=1`": (
+        asserted_in("parallel/cp/test_sequence_plan.py", "test_tokens_that_meet_elsewhere_get_full_sequences"),
+    ),
     "is found by running its forward on given logits": (
         asserted_in("models/foreign/test_router_loss.py", "test_another_loss_is_refused"),
     ),

@@ -93,7 +93,7 @@ def _plan(model: ForeignCausalLM) -> SequencePlan:
         kind = (layer_signature(layer, calls[index]), _of_layer(model.config, index, stack.num_layers), repr(inner))
         if kind not in found:
             with implementations(model.config, attention="eager"):
-                trial = _LayerTrial(layer, calls[index], stack.hidden_size)
+                trial = _SequenceTrial(layer, calls[index], stack.hidden_size)
             attends_once = len(inner) == 1
             if attends_once and trial.equals_with_core(inner[0], core_calls[index], some_calls[index]):
                 found[kind] = (inner, [])
@@ -139,7 +139,7 @@ def _embedding_problem(model: ForeignCausalLM) -> str:
     return "" if _close(part, whole[:, list(SOME)]) else "its embedding takes no positions, and depends on them"
 
 
-class _LayerTrial:
+class _SequenceTrial:
     """One layer with random weights, on all tokens and on some."""
 
     def __init__(self, layer: nn.Module, call: LayerCall, width: int):
