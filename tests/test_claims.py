@@ -142,9 +142,23 @@ CLAIMS: dict[str, tuple[Check, ...]] = {
     "A branch on anything else is refused": (
         asserted_in("planning/test_trace_module.py", "test_branches_on_other_values_are_refused_with_their_place"),
     ),
-    "Context parallelism is refused where attention does not go through transformers' interface": (
+    "Context parallelism is refused where an embedding depends on other tokens": (
         asserted_in(
-            "test_transparency_foreign.py", "test_sequences_that_cannot_be_divided_are_refused_with_the_reason"
+            "parallel/cp/test_sequence_plan.py",
+            "test_an_embedding_that_needs_other_tokens_is_refused",
+            "test_logits_that_need_other_tokens_are_refused",
+            "test_tokens_that_meet_elsewhere_get_full_sequences",
+        ),
+    ),
+    "A whole layer that gets full sequences is incompatible with `tp` and `sp=1`": (
+        asserted_in("parallel/cp/test_sequence_plan.py", "test_tokens_that_meet_elsewhere_get_full_sequences"),
+    ),
+    "is found by running its forward on given logits": (
+        asserted_in("models/foreign/test_router_loss.py", "test_another_loss_is_refused"),
+    ),
+    "Others refuse them: `opt`": (
+        asserted_in(
+            "parallel/cp/test_sequence_plan.py", "test_documents_are_refused_where_a_class_does_not_keep_them_apart"
         ),
     ),
     # CONTRIBUTING, docs/README

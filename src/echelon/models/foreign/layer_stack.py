@@ -36,12 +36,15 @@ class LayerCall:
     """the hidden states are passed as `hidden_states=`"""
 
     def run(self, layer: Call, hidden: Tensor) -> Tensor:
-        if self.by_keyword:
-            output = layer(*self.args, hidden_states=hidden, **self.kwargs)
-        else:
-            output = layer(hidden, *self.args, **self.kwargs)
+        """Return the hidden states that the layer gives."""
+        output = self.output(layer, hidden)
         first: Tensor = output[0] if isinstance(output, tuple) else output
         return first
+
+    def output(self, layer: Call, hidden: Tensor) -> Any:
+        if self.by_keyword:
+            return layer(*self.args, hidden_states=hidden, **self.kwargs)
+        return layer(hidden, *self.args, **self.kwargs)
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,12 @@ class LayerStack:
         stubbed = self._with_head(model, lambda *_args, **_kwargs: logits, stubs)
         out: Tensor = self.head(stubbed, hidden).logits
         return out
+
+    def run_after_base(self, model: nn.Module, output: Any, logits: Tensor, **inputs: Any) -> Any:
+        """Return what the model makes of an output of its base model, and of its head."""
+        base = Stub(lambda *_args, **_kwargs: output, {})
+        stubbed = self._with_head(model, lambda *_args, **_kwargs: logits)
+        return self._run(make_shell(stubbed, {str(model.base_model_prefix): base}), inputs)
 
     def _with_head(self, model: nn.Module, call: Call, stubs: Mapping[str, nn.Module] | None = None) -> nn.Module:
         """The model with a head that does something else."""

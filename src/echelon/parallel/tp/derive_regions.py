@@ -98,7 +98,7 @@ def _derive(model: ForeignCausalLM, calls: list[LayerCall], heads: _Heads) -> De
     whole: list[str] = []
     for name, call in zip(model.layer_stack.layer_names, calls, strict=True):
         layer = model.get_submodule(name)
-        kind = _signature(layer, call)
+        kind = layer_signature(layer, call)
         if kind not in found:
             found[kind] = _split_layer(layer, call, model.layer_stack.hidden_size, heads)
         plans, others = found[kind]
@@ -123,8 +123,8 @@ def _layer_calls(model: ForeignCausalLM) -> list[LayerCall]:
         model.train(was_training)
 
 
-def _signature(layer: nn.Module, call: LayerCall) -> str:
-    """Equal for layers with equal plans."""
+def layer_signature(layer: nn.Module, call: LayerCall) -> str:
+    """Return the same for layers that run the same code with tensors of the same shapes."""
     shapes = [(name, tuple(p.shape)) for name, p in layer.named_parameters()]
     classes = [(name, type(module).__name__) for name, module in layer.named_modules()]
     plain = [
@@ -138,7 +138,7 @@ def _signature(layer: nn.Module, call: LayerCall) -> str:
 
 def _split_layer(layer: nn.Module, call: LayerCall, width: int, heads: _Heads) -> tuple[list[RegionPlan], list[str]]:
     """The plans of one layer, and its children that stay whole; names are relative to the layer."""
-    local = _random_copy(layer)
+    local = random_copy(layer)
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(ROWS, TOKENS, width, dtype=torch.float64, generator=generator)
     entered: dict[str, RegionCall] = {}
@@ -177,7 +177,7 @@ def _record_call(entered: dict[str, RegionCall], name: str) -> Any:
     return hook
 
 
-def _random_copy(layer: nn.Module) -> nn.Module:
+def random_copy(layer: nn.Module) -> nn.Module:
     """A copy with random float64 weights, whatever device the layer is on. Vectors are near one, as norms are."""
     generator = torch.Generator().manual_seed(1)
     memo: dict[int, Any] = {}

@@ -10,6 +10,7 @@
 
 A mask is that of the full tensor at the place of a rank's part. Between regions that part is a slice of the sequence
 (sp=1). Inside, from the entry to the row, four dimensions are [batch, heads, ...] and three [batch, tokens, features].
+In modules that stay whole tensors are full.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class ForeignSplitter(RegionSplitter):
         self._split_head()
         if self.is_sequence_parallel:
             self._divide_sequences(derived, {plan.module for plan in sharded})
-        self._place_dropouts({plan.module for plan in sharded})
+        self._place_dropouts({plan.module for plan in sharded}, set(derived.whole))
         self.foreign.runs_by_layer = True
         return self.split_params()
 
@@ -170,14 +171,17 @@ class ForeignSplitter(RegionSplitter):
 
     # -- dropout ------------------------------------------------------------------------------------------------------
 
-    def _place_dropouts(self, sharded: set[str]) -> None:
-        inside: list[bool] = [False]
+    def _place_dropouts(self, sharded: set[str], whole: set[str]) -> None:
+        inside: list[str] = [""]
 
         def enter(_module: nn.Module, _args: Any) -> None:
-            inside[0] = True
+            inside[0] = "region"
+
+        def enter_whole(_module: nn.Module, _args: Any) -> None:
+            inside[0] = "whole"
 
         def leave(_module: nn.Module, *_others: Any) -> None:
-            inside[0] = False
+            inside[0] = ""
 
         for name in sharded:
             module = self.foreign.get_submodule(name)
@@ -186,14 +190,18 @@ class ForeignSplitter(RegionSplitter):
             for child in module.modules():
                 if isinstance(child, ReducedLinear):
                     child.register_forward_hook(leave)
+        for name in whole:
+            module = self.foreign.get_submodule(name)
+            module.register_forward_pre_hook(enter_whole)
+            module.register_forward_hook(leave)
         for module in self.foreign.modules():
             if isinstance(module, Dropout):
                 module.register_forward_pre_hook(lambda site, args: self._set_window(site, args[0], inside[0]))
 
-    def _set_window(self, site: Any, x: Tensor, inside: bool) -> None:
+    def _set_window(self, site: Any, x: Tensor, inside: str) -> None:
         size = self.axis.size
         dim = (1 if x.dim() == 4 else 2) if inside else 1
-        if inside or (self.is_sequence_parallel and x.dim() == 3):
+        if inside == "region" or (not inside and self.is_sequence_parallel and x.dim() == 3):
             site.window = {dim: (self.axis.index * x.shape[dim], size * x.shape[dim])}
         else:
             site.window = {}

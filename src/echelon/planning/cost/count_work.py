@@ -132,6 +132,8 @@ def _expert_gemm(matmul: MatmulShape, scenario: Scenario) -> step_work.GemmWork:
 
 def _dense_gemm(matmul: MatmulShape, scenario: Scenario) -> step_work.GemmWork:
     layout, tokens = scenario.layout, scenario.tokens
+    if matmul.is_gathered:
+        tokens *= layout.cp
     if layout.tp_kind == "1d":
         k, n = _split_dims(matmul, layout.tp)
         flops = 2.0 * tokens * k * n
@@ -165,8 +167,9 @@ def _attention_work(scenario: Scenario) -> step_work.AttentionWork:
     head_dim = 0
     for layer, n in scenario.shape.layers:
         if layer.attention is not None:
-            flops += n * computed_attention(scenario, layer.attention).flops(seq_len) * tokens / tp
-            scores += n * layer.attention.heads / tp * tokens * seq_len
+            computed = tokens * (scenario.layout.cp if layer.gathered_modules else 1)
+            flops += n * computed_attention(scenario, layer.attention).flops(seq_len) * computed / tp
+            scores += n * layer.attention.heads / tp * computed * seq_len
             head_dim = max(head_dim, layer.attention.head_dim)
     kernel = scenario.attention_kernel
     if scenario.materializes_scores and kernel == "best":

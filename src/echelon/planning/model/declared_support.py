@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from echelon.models.foreign.causal_lm import ForeignCausalLM
+    from echelon.parallel.cp.sequence_plan import SequencePlan
 
 SPLIT_OF_ROLE = {"column": COLUMN_PARALLEL, "row": ROW_PARALLEL}
 
@@ -46,6 +47,8 @@ class DeclaredSupport:
     support: ModelSupport
     splits: Mapping[str, str]
     """modules whose weights tp splits: by columns or by rows"""
+    gathered: tuple[str, ...]
+    """modules that get full sequences under context parallelism"""
     is_trainable: bool
     """it draws random masks only in ways that do not depend on the layout"""
 
@@ -68,23 +71,28 @@ def read_support(module: nn.Module, solved: TpDeclaration | None = None) -> Decl
     declared = _derived_tp(foreign) if foreign is not None else _declared_tp(module)
     if solved is not None and not declared.splits:
         declared = solved
+    sequences = _sequence_plan(foreign) if foreign is not None else None
+    runs_in_parts = foreign is None or not foreign.reads_embedding
     has_own_experts = any(isinstance(child, MoELayer) for child in modules)
     support = ModelSupport(
-        tp=bool(declared.splits) or foreign is not None or solved is not None,
+        tp=bool(declared.splits) or solved is not None or (foreign is not None and runs_in_parts),
         sp=declared.sp,
         grids=declared.grids,
         tp_divides=declared.divides,
         tp_shares=declared.shares,
-        cp=_foreign_cp(foreign) if foreign is not None else has_core and _takes_positions(module),
-        pp=has_pipeline or solved is not None,
+        cp=(not sequences.problem if sequences is not None else has_core and _takes_positions(module))
+        and runs_in_parts,
+        pp=solved is not None or (has_pipeline and runs_in_parts),
         slices=has_core and has_pipeline and get_pipeline_model(module).slice_shared is not None,
         ep=has_own_experts or _has_foreign_experts(module),
         etp=has_own_experts,
+        ep_needs_sp=foreign is None,
         core=has_core,
         own_recompute=any(True for _ in recomputing_modules(module)),
     )
     is_trainable = not unsupported_dropouts(module)
-    return DeclaredSupport(support=support, splits=declared.splits, is_trainable=is_trainable)
+    gathered = sequences.gathered if sequences is not None else ()
+    return DeclaredSupport(support=support, splits=declared.splits, gathered=gathered, is_trainable=is_trainable)
 
 
 # -- custom modules ---------------------------------------------------------------------------------------------------
@@ -179,10 +187,11 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _foreign_cp(model: ForeignCausalLM) -> bool:
-    from echelon.models.foreign.core_attention import find_core_problem
+def _sequence_plan(model: ForeignCausalLM) -> SequencePlan:
+    from echelon.parallel.cp.sequence_plan import plan_sequences
 
-    return not find_core_problem(model)
+    with _one_thread():
+        return plan_sequences(model)
 
 
 def _has_foreign_experts(module: nn.Module) -> bool:

@@ -118,6 +118,8 @@ def trace_copy(
             counter.values.set(given[key], value)
     for tensor, value in module.buffers:
         counter.values.set(tensor, value)
+    for path in declared.gathered:
+        _watch_gathered(copied.get_submodule(path), counter)
     width = _run_sections(copied, given, sections, counter)
     tokens, seq_len = _count_tokens(inputs)
     counts = ModuleCounts(
@@ -126,6 +128,7 @@ def trace_copy(
         weights={key: tuple(weight.shape) for key, weight in weights.items()},
         owners=_param_sections(copied, weights, sections),
         splits=counter.splits,
+        gathered=declared.gathered,
         tokens=tokens,
         seq_len=seq_len,
         width=width // tokens,
@@ -241,6 +244,19 @@ def _run_sections(module: nn.Module, inputs: dict[str, Any], sections: list[Sect
 
 def _num_elements(values: Iterable[Any]) -> int:
     return sum(value.numel() for value in values if hasattr(value, "numel") and value.dtype.is_floating_point)
+
+
+def _watch_gathered(module: nn.Module, counter: OpCounter) -> None:
+    """Tell a counter that a module runs which gets full sequences under context parallelism."""
+
+    def enter(_module: nn.Module, _args: Any) -> None:
+        counter.is_gathering = True
+
+    def leave(_module: nn.Module, *_others: Any) -> None:
+        counter.is_gathering = False
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave)
 
 
 def _make_counter(weights: Mapping[str, Tensor], splits: Mapping[str, str]) -> OpCounter:

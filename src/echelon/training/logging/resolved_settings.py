@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -38,6 +38,8 @@ def resolved_settings(config: Config, engine: Engine, peak: PeakFlops, threads: 
     yield "layout", str(layout), " x ".join([f"{layout.world} rank(s): dp={layout.dp} x tp={layout.tp}", *more])
     if layout.cp > 1 and model is not None:
         yield from _cp_settings(layout, seq_len)
+    if parallel.cp_context is not None and parallel.cp_context.sequences is not None:
+        yield from _gathered_modules(parallel.cp_context.sequences.modules)
     if model is not None and model.moe is not None:
         yield _moe_settings(model.moe, layout, seq_len)
     if engine.pipeline is not None:
@@ -64,6 +66,13 @@ def resolved_settings(config: Config, engine: Engine, peak: PeakFlops, threads: 
     yield "time-out", f"{config.timeout:g} s", "a rank that waits longer ends the run"
     yield "threads", str(threads), "per rank"
     yield "peak", f"{peak.flops / 1e12:.3g} TFLOP/s per device", peak.source
+
+
+def _gathered_modules(names: Sequence[str]) -> Iterator[ResolvedSetting]:
+    """What context parallelism leaves whole."""
+    if names:
+        parts = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
+        yield "whole under cp", f"{len(names)} modules: {parts}", "every rank computes them, for full sequences"
 
 
 def _precision_settings(engine: Engine) -> Iterator[ResolvedSetting]:
