@@ -25,7 +25,7 @@ from echelon.models.foreign.float64_casts import float64_casts
 from echelon.models.foreign.foreign_experts import ForeignExperts, is_experts
 from echelon.models.foreign.functional_dropout import add_sites, counter_dropout
 from echelon.models.foreign.hf_source import HFSource, check_model_type, quiet_transformers
-from echelon.models.foreign.init_rules import materialize_buffers, record_init
+from echelon.models.foreign.init_rules import materialize_buffers, move_to_meta, record_init
 from echelon.models.foreign.language_head import LanguageHead, LogitMap, try_logit_map
 from echelon.models.foreign.layer_probe import find_layer_stack
 from echelon.models.foreign.layer_stack import LayerCall, LayerStack
@@ -360,7 +360,9 @@ def build_on_meta(source: HFSource, **options: Any) -> Any:
     check_model_type(source)
     config = transformers.AutoConfig.from_pretrained(source.folder, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
+    move_to_meta(model)
+    return model
 
 
 def build_causal_lm(
