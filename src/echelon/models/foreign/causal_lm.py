@@ -23,7 +23,7 @@ from echelon.models.attention import AttentionContext, document_positions
 from echelon.models.foreign.core_attention import CONTEXT_ARGUMENT, AttentionState, install_cores
 from echelon.models.foreign.float64_casts import float64_casts
 from echelon.models.foreign.foreign_experts import ForeignExperts, is_experts
-from echelon.models.foreign.functional_dropout import add_sites, counter_dropout
+from echelon.models.foreign.functional_dropout import SITES, add_sites, counter_dropout
 from echelon.models.foreign.hf_source import HFSource, check_model_type, quiet_transformers
 from echelon.models.foreign.init_rules import materialize_buffers, move_to_meta, record_init
 from echelon.models.foreign.language_head import LanguageHead, LogitMap, try_logit_map
@@ -213,17 +213,30 @@ class ForeignCausalLM(nn.Module):
         self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None
     ) -> list[LayerCall]:
         weight = next(parameter for parameter in self.parameters() if parameter.is_floating_point())
-        zeros = torch.zeros((), dtype=self.context_dtype or weight.dtype, device=tokens.device)
-        like = zeros.expand(*tokens.shape, self.layer_stack.hidden_size)
-        calls = self.layer_stack.contexts(self, like, **self._positions(tokens, documents, positions))
+        shape = (*tokens.shape, self.layer_stack.hidden_size)
+        like = torch.zeros(shape, dtype=self.context_dtype or weight.dtype, device=tokens.device)
+        calls = self.layer_stack.contexts(self, like, tokens, **self._positions(tokens, documents, positions))
         if not self.has_cores:
             return calls
         placed = document_positions(tokens, documents) if positions is None else positions
         context = AttentionContext(placed, documents)
         return [replace(call, kwargs={**call.kwargs, CONTEXT_ARGUMENT: context}) for call in calls]
 
+    def require_layers(self, asked: str, remedy: str) -> None:
+        """Raise ValueError where the layers cannot run one by one, which `asked` needs."""
+        if self.layer_problem:
+            raise ValueError(
+                f"{asked} runs the layers of {type(self).__name__} one by one, but {self.layer_problem}; use {remedy}"
+            )
+
+    @property
+    def layer_problem(self) -> str:
+        """Why the layers cannot run one by one; empty if they can."""
+        return self.layer_stack.problem
+
     def use_core_attention(self) -> None:
         """Attend through `CoreAttention`, which context parallelism extends over ranks."""
+        self.require_layers("context parallelism", "cp=1")
         install_cores(self)
         self.has_cores = self.runs_by_layer = True
 
@@ -241,8 +254,10 @@ class ForeignCausalLM(nn.Module):
 
     def pipeline_model(self) -> PipelineModel:
         """The layers of the model, for pipelines and recomputation."""
+        self.require_layers("pipeline parallelism", "pp=1")
         stack = self.layer_stack
         around = (*stack.before, *stack.after)
+        everywhere = (*stack.tables, *((SITES,) if hasattr(self, SITES) else ()))
         inner = stack.layer_names
         others = [
             name
@@ -251,9 +266,9 @@ class ForeignCausalLM(nn.Module):
         ]  # parameters that no module's call uses: both ends hold them
         return PipelineModel(
             layers=(
-                PipelineLayer("embed", (*stack.before, *others, *stack.tables), self._run_embedding),
-                *(PipelineLayer(name, (name, *stack.tables), self._layer_runner(i)) for i, name in enumerate(inner)),
-                PipelineLayer("head", (*stack.after, *others, *stack.tables), self._run_head),
+                PipelineLayer("embed", (*stack.before, *others, *everywhere), self._run_embedding),
+                *(PipelineLayer(name, (name, *everywhere), self._layer_runner(i)) for i, name in enumerate(inner)),
+                PipelineLayer("head", (*stack.after, *others, *everywhere), self._run_head),
             ),
             shared=lambda tokens, targets=None, documents=None, positions=None: self._shared(
                 tokens, documents, positions

@@ -40,16 +40,19 @@ class RecordDropoutCalls(TorchFunctionMode):
 
 
 class CounterDropoutCalls(TorchFunctionMode):
-    """Gives each call that drops something the next of a layer's sites."""
+    """Gives each call that drops something the next of a layer's sites, after some that drop nothing."""
 
-    def __init__(self, sites: Iterable[nn.Module]) -> None:
+    def __init__(self, sites: Iterable[nn.Module], skipped: int = 0) -> None:
         super().__init__()
-        self.sites = iter(sites)
+        self.sites, self.skipped = iter(sites), skipped
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         p, others = dropout_probability(func, args, kwargs or {})
         if not p:
             return func(*args, **(kwargs or {}))
+        if self.skipped:
+            self.skipped -= 1
+            return args[0] if func is F.dropout else func(*args, **others)
         site: Any = next(self.sites, None)
         if site is None:
             raise RuntimeError(f"a layer drops values in more calls than when they were counted (p={p})")
@@ -110,9 +113,12 @@ def add_sites(module: nn.Module, probabilities: Iterable[float]) -> None:
 
 
 @contextmanager
-def counter_dropout(module: nn.Module) -> Iterator[None]:
-    """Run a layer's code with the dropouts of its calls, once they draw by counters."""
+def counter_dropout(module: nn.Module, skipped: int = 0) -> Iterator[None]:
+    """Run a layer's code with the dropouts of its calls, once they draw by counters.
+
+    The first `skipped` calls drop nothing: their values are made anew for code that follows them.
+    """
     own: Iterable[nn.Module] | None = getattr(module, "called_dropouts", None)
     sites = list(own if own is not None else getattr(module, SITES, ()))
-    with CounterDropoutCalls(sites) if sites and isinstance(sites[0], Dropout) else nullcontext():
+    with CounterDropoutCalls(sites[skipped:], skipped) if sites and isinstance(sites[0], Dropout) else nullcontext():
         yield

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from echelon.models.foreign.functional_dropout import RecordDropoutCalls
-from echelon.models.foreign.layer_stack import LayerStack, own_class, split_hidden
+from echelon.models.foreign.init_rules import materialize_buffers
+from echelon.models.foreign.layer_stack import LayerStack, first_output, own_class, split_hidden
 from echelon.models.foreign.unfuse import RecordCuts, is_linear
 from echelon.models.forward_parts.module_shell import plain_attributes
 
@@ -27,7 +29,7 @@ PROBE_ROWS, PROBE_TOKENS = 2, 6
 def find_layer_stack(model: nn.Module) -> LayerStack:
     """Find the layers of a model on the meta device, by one forward of it, which changes nothing.
 
-    Raises ValueError where there is no list of layers that the model calls one after another.
+    Where no list of layers is called one after another, the stack has no layers, and says why.
     """
     candidates = [
         (name, module)
@@ -35,29 +37,43 @@ def find_layer_stack(model: nn.Module) -> LayerStack:
         if isinstance(module, nn.ModuleList) and any(True for _ in module.parameters())
     ]
     outermost = [(n, m) for n, m in candidates if not any(n.startswith(other + ".") for other, _ in candidates)]
-    if not outermost:
-        raise ValueError(f"{type(model).__name__} has no list of layers, so that its layers cannot be divided")
-    path, layers = max(outermost, key=lambda found: sum(p.numel() for p in found[1].parameters()))
-    record = _LayerProbe(model, path, len(layers))
-    record.run()
-    if record.layer_calls != list(range(len(layers))):
-        raise ValueError(f"{type(model).__name__} does not call {path} one after another ({record.layer_calls[:8]})")
+    outermost.sort(key=lambda found: -sum(p.numel() for p in found[1].parameters()))
+    called: list[_LayerProbe] = []
+    for name, layers in outermost:  # the largest list may be that of images or sounds, which a text does not reach
+        record = _LayerProbe(model, name, len(layers))
+        record.run()
+        if record.layer_calls == list(range(len(layers))):
+            return record.try_parts(_stack_of(model, record))
+        called += [record] if record.layer_calls else []
+    whole = _LayerProbe(model, "", 0)
+    whole.run()
+    problem = "it has no list of layers"
+    if called:
+        problem = f"it does not call {called[0].path} one after another ({called[0].layer_calls[:8]})"
+    return replace(_stack_of(model, whole), problem=problem)
+
+
+def _stack_of(model: nn.Module, record: _LayerProbe) -> LayerStack:
+    layers = list(model.get_submodule(record.path).children()) if record.path else []
     return LayerStack(
-        path=path,
-        num_layers=len(layers),
-        returns_tuple=record.returns_tuple,
+        path=record.path,
+        num_layers=record.num_layers,
+        output_type=record.output_type,
+        output_length=record.output_length,
         before=tuple(record.before),
         after=tuple(record.after),
         added_sizes=record.added_sizes,
         attributes=tuple(plain_attributes(layer) for layer in layers),
         hidden_size=record.hidden_size,
-        tables=tuple(_without_parameters(model, path)),
+        tables=tuple(_without_parameters(model, record.path)),
         dropouts=tuple(map(tuple, record.dropouts)),
+        dropouts_before=record.dropouts_before,
         attention_calls=tuple(record.attention_calls),
         attention_dropouts=tuple(map(tuple, record.attention_dropouts)),
         takes_positions="position_ids" in inspect.signature(own_class(model).forward).parameters,
         fused=record.cuts.parts(),
         head_name=_head_name(model),
+        problem=record.problem,
     )
 
 
@@ -93,22 +109,26 @@ class _LayerProbe:
         self.before: list[str] = []
         self.after: list[str] = []
         self.added_sizes: dict[str, int] = {}
-        self.returns_tuple, self.hidden_size = False, 0
+        self.output_type: type = Tensor
+        self.output_length, self.hidden_size = 1, 0
+        self.carried = ""
         self.dropouts: list[list[float]] = []
+        self.dropouts_before = 0
         self.recorder, self.cuts = RecordDropoutCalls(), RecordCuts()
         self.attention_calls: list[dict[str, dict[str, Any]]] = []
         self.attention_dropouts: list[list[int]] = []
+        self.attention, self.device = PROBE_ATTENTION, "meta"
         self.names = {module: name for name, module in model.named_modules()}
 
     def run(self) -> None:
         quiet_dropouts(self.model)
         handles = []
-        inner = f"{self.path}."
+        inner = f"{self.path}." if self.path else "no layers"
         for name, module in self.model.named_modules():
             if name.startswith(inner):
                 index = name.removeprefix(inner)
                 if index.isdigit():
-                    handles.append(module.register_forward_pre_hook(self._before_layer))
+                    handles.append(module.register_forward_pre_hook(self._before_layer, with_kwargs=True))
                     handles.append(module.register_forward_hook(self._after_layer(int(index)), with_kwargs=True))
                 elif is_linear(module) and _is_plain(self.model.get_submodule(name.rpartition(".")[0])):
                     handles.append(module.register_forward_hook(self._watch_output(name)))
@@ -122,29 +142,63 @@ class _LayerProbe:
 
     def _forward(self) -> None:
         register_shapes_only_attention(self._record_attention)
-        tokens = torch.zeros(PROBE_ROWS, PROBE_TOKENS, dtype=torch.int64, device="meta")
-        config: Any = self.model.config
+        own = self.model.config._attn_implementation  # type: ignore[union-attr]
         error = None
         # Masks of known attention read values, which tensors on meta do not have; masks of another are left out.
-        for attention in (PROBE_ATTENTION, config._attn_implementation):
-            self.layer_calls, self.before, self.after, self.added_sizes = [], [], [], {}
-            self.recorder = RecordDropoutCalls()
-            self.dropouts = [[] for _ in range(self.num_layers + 1)]
-            self.attention_calls = [{} for _ in range(self.num_layers)]
-            self.attention_dropouts = [[] for _ in range(self.num_layers)]
-            self.cuts = RecordCuts()
-            chosen = implementations(config, attention=attention, experts="batched_mm")
+        # Where code needs masks, or reads values that it has computed, there must be values.
+        for attention, device in ((PROBE_ATTENTION, "meta"), (own, "meta"), (PROBE_ATTENTION, "cpu"), (own, "cpu")):
+            if device == "cpu":
+                give_values(self.model)
+            self.attention, self.device = attention, device
             try:
-                with torch.no_grad(), self.recorder, self.cuts, chosen:
-                    self.model.forward_as_written(input_ids=tokens, use_cache=False)  # type: ignore[operator]
-                self.dropouts[-1] += self.recorder.calls
+                self._attempt()
                 return
             except Exception as raised:  # whatever a model's code raises without values
-                error = error or raised
+                error = raised
         raise ValueError(f"{type(self.model).__name__} cannot run without values ({error})") from error
+
+    def _attempt(self) -> None:
+        self.layer_calls, self.before, self.after, self.added_sizes = [], [], [], {}
+        self.recorder, self.carried = RecordDropoutCalls(), ""
+        self.dropouts = [[] for _ in range(self.num_layers + 1)]
+        self.attention_calls = [{} for _ in range(self.num_layers)]
+        self.attention_dropouts = [[] for _ in range(self.num_layers)]
+        self.cuts = RecordCuts()
+        with torch.enable_grad(), self.recorder, self.cuts, self._chosen():
+            self.model.forward_as_written(input_ids=self._tokens(), use_cache=False)  # type: ignore[operator]
+        self.dropouts[-1] += self.recorder.calls
+
+    def _tokens(self) -> Tensor:
+        return torch.ones(PROBE_ROWS, PROBE_TOKENS, dtype=torch.int64, device=self.device)
+
+    def _chosen(self) -> AbstractContextManager[None]:
+        return implementations(self.model.config, attention=self.attention, experts="batched_mm")
+
+    @property
+    def problem(self) -> str:
+        return f"they read {self.carried} beside the hidden states" if self.carried else ""
+
+    def try_parts(self, stack: LayerStack) -> LayerStack:
+        """Try the parts of the forward, given embeddings, or tokens where the class requires them."""
+        zeros = torch.zeros(PROBE_ROWS, PROBE_TOKENS, stack.hidden_size, device=self.device)
+        problem = stack.problem
+        for needs_tokens in (False, True):
+            tried = replace(stack, needs_tokens=needs_tokens)
+            try:
+                with torch.no_grad(), self._chosen():
+                    calls = tried.contexts(self.model, zeros)
+                    tried.head(self.model, tried.embed(self.model, input_ids=self._tokens()))
+            except Exception as error:  # whatever a model's code raises where its layers are stubs
+                problem = problem or f"its forward requires its layers ({error})"
+                continue
+            if len(calls) == stack.num_layers:
+                return tried
+        return replace(stack, problem=problem or "its forward does not reach them in parts")
 
     def _record_attention(self, module: nn.Module, options: Mapping[str, Any]) -> None:
         layer, name = len(self.layer_calls), self.names[module]
+        if layer >= self.num_layers:
+            return
         self.attention_calls[layer][name] = dict(options)
         if options.get("dropout"):
             self.attention_dropouts[layer].append(len(self.recorder.calls) - 1)
@@ -152,15 +206,22 @@ class _LayerProbe:
     def _watch_output(self, name: str) -> Callable[..., None]:
         return lambda _module, _args, output: self.cuts.track(name, output)
 
-    def _before_layer(self, _module: nn.Module, _args: Any) -> None:
+    def _before_layer(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         self.dropouts[-1] += self.recorder.calls
         self.recorder.calls = []
+        if not self.layer_calls:
+            self.dropouts_before = len(self.dropouts[-1])
+        _, call = split_hidden(args, kwargs)
+        named = {**{f"argument {index + 1}": value for index, value in enumerate(call.args)}, **call.kwargs}
+        carried = [key for key, value in named.items() if _has_gradient(value)]
+        self.carried = self.carried or next(iter(carried), "")
 
     def _after_layer(self, index: int) -> Callable[..., None]:
         def hook(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             self.layer_calls.append(index)
             self.dropouts[index], self.recorder.calls = self.recorder.calls, []
-            self.returns_tuple = isinstance(output, tuple)
+            self.output_type = next((kind for kind in (tuple, list) if isinstance(output, kind)), Tensor)
+            self.output_length = 1 if self.output_type is Tensor else len(output)
             self.hidden_size = split_hidden(args, kwargs)[0].shape[-1]
 
         return hook
@@ -169,10 +230,31 @@ class _LayerProbe:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             part = self.after if self.layer_calls else self.before
             part.append(name)
-            if part is self.before and not (args and isinstance(args[0], Tensor) and args[0].shape == output.shape):
-                self.added_sizes[name] = int(output.shape[-1])
+            first = first_output(output)
+            if part is self.before and not (args and isinstance(args[0], Tensor) and args[0].shape == first.shape):
+                self.added_sizes[name] = int(first.shape[-1])
 
         return hook
+
+
+def _has_gradient(value: Any) -> bool:
+    """Whether an argument holds a tensor that the loss has a gradient with respect to."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, tuple | list):
+        return any(map(_has_gradient, value))
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def give_values(model: nn.Module) -> None:
+    """Give a model on the meta device equal weights, of which each tensor stores one number."""
+    materialize_buffers(model)
+    given: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                value = torch.full((), 0.01, dtype=parameter.dtype).expand(parameter.shape)
+                module._parameters[name] = given.setdefault(parameter, nn.Parameter(value))
 
 
 @contextmanager

@@ -88,8 +88,14 @@ def head_counts(model: ForeignCausalLM) -> tuple[int, int]:
 def derive_split(model: ForeignCausalLM, tp: int) -> DerivedSplit:
     """Find what `tp` ranks can split. Every rank finds the same: the weights of a trial are those of a fixed seed."""
     heads = _Heads(*head_counts(model), tp)
+    try:
+        calls = _layer_calls(model)
+    except Exception:  # whatever a model's code raises where its layers are stubs: all ranks compute all layers
+        if not model.layer_stack.problem:
+            raise
+        return DerivedSplit(regions=(), whole=())
     with implementations(model.config, experts="eager"):  # the others have no float64
-        return _derive(model, _layer_calls(model), heads)
+        return _derive(model, calls, heads)
 
 
 def _derive(model: ForeignCausalLM, calls: list[LayerCall], heads: _Heads) -> DerivedSplit:

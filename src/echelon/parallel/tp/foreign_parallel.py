@@ -43,6 +43,8 @@ def shard_foreign_model(
     model: ForeignCausalLM, params: Iterable[LogicalParam], axis: MeshAxis, *, sequence_parallel: bool
 ) -> tuple[list[LogicalParam], RegionBoundary]:
     """Find the regions of a foreign model, and split it over `axis`."""
+    if sequence_parallel:
+        model.require_layers("sequence parallelism (sp=1)", "sp=0")
     derived = derive_split(model, axis.size)
     boundary = make_boundary(axis, sequence_parallel=sequence_parallel)
     return ForeignSplitter(model, params, boundary).split_model(derived), boundary
@@ -82,8 +84,8 @@ class ForeignSplitter(RegionSplitter):
         self._split_head()
         if self.is_sequence_parallel:
             self._divide_sequences(derived, {plan.module for plan in sharded})
+            self.foreign.runs_by_layer = True
         self._place_dropouts({plan.module for plan in sharded})
-        self.foreign.runs_by_layer = True
         return self.split_params()
 
     def _split_embedding(self) -> None:
@@ -166,7 +168,9 @@ class ForeignSplitter(RegionSplitter):
                 x, lambda x: own_slice(x, axis).contiguous(), lambda dy: all_gather_sequence(dy, axis, length)
             )
 
-        return (keep(output[0]), *output[1:]) if isinstance(output, tuple) else keep(output)
+        if isinstance(output, tuple | list):
+            return type(output)([keep(output[0]), *output[1:]])
+        return keep(output)
 
     # -- dropout ------------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from echelon.layout.placement import LogicalParam
 from echelon.models.foreign.float64_casts import float64_casts
+from echelon.models.foreign.layer_stack import first_output
 from echelon.parallel.tp.region_plan import HIDDEN, RegionPlan, RegionSplitter
 from echelon.parallel.tp.tp_collectives import FullSequenceBoundary
 
@@ -61,8 +62,7 @@ class RegionCall:
             output = module(hidden, *self.args[1:], **self.kwargs)
         else:
             output = module(**{**self.kwargs, HIDDEN: hidden})
-        first: Tensor = output[0] if isinstance(output, tuple) else output
-        return first
+        return first_output(output)
 
 
 @dataclass(frozen=True)
