@@ -26,7 +26,7 @@ from echelon.models.foreign.causal_lm import ForeignCausalLM
 from echelon.models.foreign.float64_casts import float64_casts
 from echelon.models.foreign.foreign_experts import ForeignExperts
 from echelon.models.foreign.layer_probe import implementations
-from echelon.models.foreign.layer_stack import LayerCall
+from echelon.models.foreign.layer_stack import LayerCall, first_output
 from echelon.models.foreign.unfuse import is_linear, output_dim
 from echelon.parallel.tp.region_plan import RegionPlan
 from echelon.parallel.tp.region_trial import RegionCall, is_exact, run_whole
@@ -46,6 +46,8 @@ class DerivedSplit:
     """children of layers with matrices that every rank computes"""
     expert_layers: tuple[str, ...] = ()
     """those with experts, which compute token by token"""
+    outside: tuple[str, ...] = ()
+    """parameters of regions and whole modules that these hand out for code after them, such as a bias"""
 
 
 @dataclass(frozen=True)
@@ -99,22 +101,27 @@ def derive_split(model: ForeignCausalLM, tp: int) -> DerivedSplit:
 
 
 def _derive(model: ForeignCausalLM, calls: list[LayerCall], heads: _Heads) -> DerivedSplit:
-    found: dict[str, tuple[list[RegionPlan], list[str]]] = {}
+    found: dict[str, tuple[list[RegionPlan], list[str], list[str]]] = {}
     regions: list[RegionPlan] = []
     whole: list[str] = []
+    outside: list[str] = []
     for name, call in zip(model.layer_stack.layer_names, calls, strict=True):
         layer = model.get_submodule(name)
         kind = _signature(layer, call)
         if kind not in found:
             found[kind] = _split_layer(layer, call, model.layer_stack.hidden_size, heads)
-        plans, others = found[kind]
+        plans, others, handed_out = found[kind]
         regions += [plan.at(f"{name}.{plan.module}".rstrip(".")) for plan in plans]
         whole += [f"{name}.{other}" for other in others]
+        outside += [f"{name}.{other}" for other in handed_out]
     moe = [
         name for name in whole if any(isinstance(part, ForeignExperts) for part in model.get_submodule(name).modules())
     ]
     return DerivedSplit(
-        regions=tuple(regions), whole=tuple(name for name in whole if name not in moe), expert_layers=tuple(moe)
+        regions=tuple(regions),
+        whole=tuple(name for name in whole if name not in moe),
+        expert_layers=tuple(moe),
+        outside=tuple(outside),
     )
 
 
@@ -142,8 +149,13 @@ def _signature(layer: nn.Module, call: LayerCall) -> str:
     return repr((shapes, classes, plain, sorted(call.kwargs)))
 
 
-def _split_layer(layer: nn.Module, call: LayerCall, width: int, heads: _Heads) -> tuple[list[RegionPlan], list[str]]:
-    """The plans of one layer, and its children that stay whole; names are relative to the layer."""
+def _split_layer(
+    layer: nn.Module, call: LayerCall, width: int, heads: _Heads
+) -> tuple[list[RegionPlan], list[str], list[str]]:
+    """The plans of one layer, its children that stay whole, and parameters that they hand out.
+
+    Names are relative to the layer.
+    """
     local = _random_copy(layer)
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(ROWS, TOKENS, width, dtype=torch.float64, generator=generator)
@@ -158,10 +170,13 @@ def _split_layer(layer: nn.Module, call: LayerCall, width: int, heads: _Heads) -
         handle.remove()
     plans: list[RegionPlan] = []
     whole: list[str] = []
+    outside: list[str] = []
     for name, child in local.named_children():
         if name not in entered or is_linear(child) or not any(p.dim() > 1 for p in child.parameters()):
             continue
-        plan = _first_exact(child, entered[name], heads) if _has_only_linears(child) else None
+        handed_out = _handed_out(child, entered[name])
+        outside += [f"{name}.{other}" for other in handed_out]
+        plan = _first_exact(child, entered[name], heads, handed_out) if _has_only_linears(child) else None
         if plan is None:
             whole.append(name)
         else:
@@ -170,10 +185,23 @@ def _split_layer(layer: nn.Module, call: LayerCall, width: int, heads: _Heads) -
     if own:
         args = (hidden, *call.args) if not call.by_keyword else ()
         kwargs = dict(call.kwargs) if args else {**call.kwargs, "hidden_states": hidden}
-        plan = _first_exact(local, RegionCall(args, kwargs), heads, own)
+        plan = _first_exact(local, RegionCall(args, kwargs), heads, own=own)
         if plan is not None:
             plans.append(plan)
-    return plans, whole
+    return plans, whole, outside
+
+
+def _handed_out(module: nn.Module, call: RegionCall) -> tuple[str, ...]:
+    """Parameters on which the first of a module's outputs does not depend, and another does."""
+    with torch.enable_grad(), float64_casts(torch.float64):
+        output = call.outputs(module)
+    others = [other for other in output[1:] if isinstance(other, Tensor)] if isinstance(output, tuple | list) else []
+    first = first_output(output)
+    return tuple(
+        name
+        for name, p in module.named_parameters()
+        if any(_depends(other, p) for other in others) and not _depends(first, p)
+    )
 
 
 def _record_call(entered: dict[str, RegionCall], name: str) -> Any:
@@ -203,7 +231,14 @@ def _has_only_linears(module: nn.Module) -> bool:
     return not any(p.dim() > 1 for child in others for p in child.parameters(recurse=False))
 
 
-def _first_exact(module: nn.Module, call: RegionCall, heads: _Heads, own: list[str] | None = None) -> RegionPlan | None:
+def _first_exact(
+    module: nn.Module,
+    call: RegionCall,
+    heads: _Heads,
+    outside: tuple[str, ...] = (),
+    *,
+    own: list[str] | None = None,
+) -> RegionPlan | None:
     """The first plan that is exact; of the module's own linears only, where `own` names them."""
     with torch.enable_grad():
         columns, row = _columns_and_row(module, call, own)
@@ -211,6 +246,7 @@ def _first_exact(module: nn.Module, call: RegionCall, heads: _Heads, own: list[s
             return None
         whole = run_whole(module, call)
         for plan in _plans(module, columns, row, heads, enters_at_columns=own is not None):
+            plan = replace(plan, outside=outside)
             if is_exact(module, call, whole, plan, heads.tp):
                 return plan
     return None

@@ -10,6 +10,7 @@
 
 A mask is that of the full tensor at the place of a rank's part. Between regions that part is a slice of the sequence
 (sp=1). Inside, from the entry to the row, four dimensions are [batch, heads, ...] and three [batch, tokens, features].
+A module that stayed whole sees the full tensor.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ from echelon.parallel.tp.tp_collectives import (
 )
 from echelon.parallel.tp.vocab_cross_entropy import local_row_index, vocab_parallel_cross_entropy
 from echelon.rng import Dropout
+
+
+BETWEEN, REGION, WHOLE = "between regions", "in a region", "in a module that stayed whole"
+"""where a dropout is called"""
 
 
 def shard_foreign_model(
@@ -85,7 +90,7 @@ class ForeignSplitter(RegionSplitter):
         if self.is_sequence_parallel:
             self._divide_sequences(derived, {plan.module for plan in sharded})
             self.foreign.runs_by_layer = True
-        self._place_dropouts({plan.module for plan in sharded})
+        self._place_dropouts({plan.module for plan in sharded}, derived.whole)
         return self.split_params()
 
     def _split_embedding(self) -> None:
@@ -94,9 +99,12 @@ class ForeignSplitter(RegionSplitter):
         name = next(name for name, module in model.named_modules() if module is embedding)
         vocab_size = self.params[f"{name}.weight"].shape[0]
         self.update_param(f"{name}.weight", splits=(DimSplit(axis="tp", dim=0, num_parts=self.axis.size),))
+        for other, _ in embedding.named_parameters():
+            if other != "weight":  # each rank applies it to the words that it holds
+                self.update_param(f"{name}.{other}", partial_grad_axes=("tp",))
         derive_class(embedding, VocabParallelLookup)
         embedding.boundary, embedding.vocab_size = self.boundary, vocab_size
-        if embedding.padding_idx is not None:
+        if getattr(embedding, "padding_idx", None) is not None:
             first = self.axis.index * -(-vocab_size // self.axis.size)
             padding = embedding.padding_idx - first
             embedding.padding_idx = padding if 0 <= padding < -(-vocab_size // self.axis.size) else None
@@ -129,14 +137,14 @@ class ForeignSplitter(RegionSplitter):
 
     def _divide_sequences(self, derived: DerivedSplit, sharded: set[str]) -> None:
         """Between regions each rank has a slice of the sequence: its gradients of replicated parameters are partial."""
-        stack, whole = self.foreign.layer_stack, set(derived.whole)
+        stack, whole, outside = self.foreign.layer_stack, set(derived.whole), set(derived.outside)
         self.foreign.embeds_slices = True
         for name in whole:
             module = self.foreign.get_submodule(name)
             module.register_forward_pre_hook(self._gather, with_kwargs=True)
             module.register_forward_hook(self._keep_slice)
         for name, param in list(self.params.items()):
-            inside = any(name.startswith(f"{module}.") for module in (*whole, *sharded))
+            inside = any(name.startswith(f"{module}.") for module in (*whole, *sharded)) and name not in outside
             if not inside and not param.splits and name == param.name:
                 self.update_param(name, partial_grad_axes=("tp",))
         embedding = self.foreign.get_input_embeddings()  # type: ignore[operator]
@@ -146,12 +154,12 @@ class ForeignSplitter(RegionSplitter):
                 module.register_forward_hook(lambda _module, _args, out: local_sequence_slice(out, self.axis))
 
     def _gather(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Gather the slices of every hidden tensor. All ranks then compute the same, so gradients are sliced."""
+        """Gather the slices of every tensor of tokens. All ranks then compute the same, so gradients are sliced."""
         boundary, axis = self.boundary, self.axis
-        part, hidden = positions_per_rank(boundary.length, axis), self.foreign.layer_stack.hidden_size
+        part = positions_per_rank(boundary.length, axis)
 
         def gather(x: Any) -> Any:
-            if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[1:] != (part, hidden):
+            if not isinstance(x, Tensor) or x.dim() < 3 or x.shape[1] != part or not x.is_floating_point():
                 return x
             length = boundary.length
             return with_backward(
@@ -174,33 +182,32 @@ class ForeignSplitter(RegionSplitter):
 
     # -- dropout ------------------------------------------------------------------------------------------------------
 
-    def _place_dropouts(self, sharded: set[str]) -> None:
-        inside: list[bool] = [False]
+    def _place_dropouts(self, sharded: set[str], whole: Iterable[str]) -> None:
+        entered: list[str] = [BETWEEN]
 
-        def enter(_module: nn.Module, _args: Any) -> None:
-            inside[0] = True
+        def enter(where: str) -> Any:
+            return lambda _module, _args: entered.append(where)
 
         def leave(_module: nn.Module, *_others: Any) -> None:
-            inside[0] = False
+            entered[1:] = []
 
-        for name in sharded:
-            module = self.foreign.get_submodule(name)
-            module.register_forward_pre_hook(enter)
-            module.register_forward_hook(leave)
-            for child in module.modules():
-                if isinstance(child, ReducedLinear):
-                    child.register_forward_hook(leave)
+        for where, names in ((REGION, sharded), (WHOLE, whole)):
+            for name in names:
+                module = self.foreign.get_submodule(name)
+                module.register_forward_pre_hook(enter(where))
+                module.register_forward_hook(leave)
+                for child in module.modules():
+                    if isinstance(child, ReducedLinear) and where == REGION:
+                        child.register_forward_hook(leave)
         for module in self.foreign.modules():
             if isinstance(module, Dropout):
-                module.register_forward_pre_hook(lambda site, args: self._set_window(site, args[0], inside[0]))
+                module.register_forward_pre_hook(lambda site, args: self._set_window(site, args[0], entered[-1]))
 
-    def _set_window(self, site: Any, x: Tensor, inside: bool) -> None:
+    def _set_window(self, site: Any, x: Tensor, where: str) -> None:
         size = self.axis.size
-        dim = (1 if x.dim() == 4 else 2) if inside else 1
-        if inside or (self.is_sequence_parallel and x.dim() == 3):
-            site.window = {dim: (self.axis.index * x.shape[dim], size * x.shape[dim])}
-        else:
-            site.window = {}
+        dim = (1 if x.dim() == 4 else 2) if where == REGION else 1
+        is_slice = where == BETWEEN and self.is_sequence_parallel and x.dim() == 3
+        site.window = {dim: (self.axis.index * x.shape[dim], size * x.shape[dim])} if where == REGION or is_slice else {}
 
 
 def own_words(x: Tensor, axis: Any, rows: int) -> Tensor:

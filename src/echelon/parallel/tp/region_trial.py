@@ -58,11 +58,14 @@ class RegionCall:
         return first
 
     def run(self, module: nn.Module, hidden: Tensor) -> Tensor:
+        return first_output(self.outputs(module, hidden))
+
+    def outputs(self, module: nn.Module, hidden: Tensor | None = None) -> Any:
+        """All outputs, of other hidden states if there are any."""
+        hidden = self.hidden if hidden is None else hidden
         if self.args:
-            output = module(hidden, *self.args[1:], **self.kwargs)
-        else:
-            output = module(**{**self.kwargs, HIDDEN: hidden})
-        return first_output(output)
+            return module(hidden, *self.args[1:], **self.kwargs)
+        return module(**{**self.kwargs, HIDDEN: hidden})
 
 
 @dataclass(frozen=True)
