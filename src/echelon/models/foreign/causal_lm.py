@@ -213,7 +213,7 @@ class ForeignCausalLM(nn.Module):
         self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None
     ) -> list[LayerCall]:
         weight = next(parameter for parameter in self.parameters() if parameter.is_floating_point())
-        shape = (*tokens.shape, self.layer_stack.hidden_size)
+        shape = (*tokens.shape, self.layer_stack.embedding_size)
         like = torch.zeros(shape, dtype=self.context_dtype or weight.dtype, device=tokens.device)
         calls = self.layer_stack.contexts(self, like, tokens, **self._positions(tokens, documents, positions))
         if not self.has_cores:

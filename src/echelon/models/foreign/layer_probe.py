@@ -43,7 +43,8 @@ def find_layer_stack(model: nn.Module) -> LayerStack:
         record = _LayerProbe(model, name, len(layers))
         record.run()
         if record.layer_calls == list(range(len(layers))):
-            return record.try_parts(_stack_of(model, record))
+            others = [other for other, _ in outermost if other != name]
+            return record.try_parts(_stack_of(model, record), others)
         called += [record] if record.layer_calls else []
     whole = _LayerProbe(model, "", 0)
     whole.run()
@@ -60,11 +61,11 @@ def _stack_of(model: nn.Module, record: _LayerProbe) -> LayerStack:
         num_layers=record.num_layers,
         output_type=record.output_type,
         output_length=record.output_length,
-        before=tuple(record.before),
-        after=tuple(record.after),
+        before=record.around(record.before),
+        after=record.around(record.after),
         added_sizes=record.added_sizes,
         attributes=tuple(plain_attributes(layer) for layer in layers),
-        hidden_size=record.hidden_size,
+        embedding_size=_embedding_size(model),
         tables=tuple(_without_parameters(model, record.path)),
         dropouts=tuple(map(tuple, record.dropouts)),
         dropouts_before=record.dropouts_before,
@@ -73,8 +74,13 @@ def _stack_of(model: nn.Module, record: _LayerProbe) -> LayerStack:
         takes_positions="position_ids" in inspect.signature(own_class(model).forward).parameters,
         fused=record.cuts.parts(),
         head_name=_head_name(model),
+        carried=tuple(sorted(record.carried)),
         problem=record.problem,
     )
+
+
+def _embedding_size(model: Any) -> int:
+    return int(model.get_input_embeddings().weight.shape[1])
 
 
 def _head_name(model: Any) -> str:
@@ -110,8 +116,10 @@ class _LayerProbe:
         self.after: list[str] = []
         self.added_sizes: dict[str, int] = {}
         self.output_type: type = Tensor
-        self.output_length, self.hidden_size = 1, 0
-        self.carried = ""
+        self.output_length = 1
+        self.carried: set[str] = set()
+        self.given: list[set[str]] = []
+        """arguments of each layer"""
         self.dropouts: list[list[float]] = []
         self.dropouts_before = 0
         self.recorder, self.cuts = RecordDropoutCalls(), RecordCuts()
@@ -159,7 +167,7 @@ class _LayerProbe:
 
     def _attempt(self) -> None:
         self.layer_calls, self.before, self.after, self.added_sizes = [], [], [], {}
-        self.recorder, self.carried = RecordDropoutCalls(), ""
+        self.recorder, self.carried, self.given = RecordDropoutCalls(), set(), []
         self.dropouts = [[] for _ in range(self.num_layers + 1)]
         self.attention_calls = [{} for _ in range(self.num_layers)]
         self.attention_dropouts = [[] for _ in range(self.num_layers)]
@@ -176,29 +184,45 @@ class _LayerProbe:
 
     @property
     def problem(self) -> str:
-        return f"they read {self.carried} beside the hidden states" if self.carried else ""
+        return f"they read {' and '.join(sorted(self.carried))} beside the hidden states" if self.carried else ""
 
-    def try_parts(self, stack: LayerStack) -> LayerStack:
+    def around(self, names: list[str]) -> tuple[str, ...]:
+        """Modules around the layers, without those that contain the layers."""
+        return tuple(name for name in names if not f"{self.path}.".startswith(f"{name}."))
+
+    def try_parts(self, stack: LayerStack, other_lists: list[str]) -> LayerStack:
         """Try the parts of the forward, given embeddings, or tokens where the class requires them."""
-        zeros = torch.zeros(PROBE_ROWS, PROBE_TOKENS, stack.hidden_size, device=self.device)
-        problem = stack.problem
+        calls_others = [name for name in stack.after if any(name.startswith(f"{other}.") for other in other_lists)]
+        problem, failure = stack.problem or (f"it calls {calls_others[0]} after them" if calls_others else ""), ""
         for needs_tokens in (False, True):
-            tried = replace(stack, needs_tokens=needs_tokens)
+            tried = replace(stack, needs_tokens=needs_tokens, problem=problem)
             try:
-                with torch.no_grad(), self._chosen():
-                    calls = tried.contexts(self.model, zeros)
-                    tried.head(self.model, tried.embed(self.model, input_ids=self._tokens()))
-            except Exception as error:  # whatever a model's code raises where its layers are stubs
-                problem = problem or f"its forward requires its layers ({error})"
-                continue
-            if len(calls) == stack.num_layers:
+                for is_training in (True, False):
+                    self._run_parts(tried, is_training=is_training)
                 return tried
-        return replace(stack, problem=problem or "its forward does not reach them in parts")
+            except Exception as error:  # whatever a model's code raises where its layers are stubs
+                failure = failure or f"its forward reads more of them than their output ({error})"
+        return replace(stack, problem=problem or failure)
+
+    def _run_parts(self, stack: LayerStack, *, is_training: bool) -> None:
+        zeros = torch.zeros(PROBE_ROWS, PROBE_TOKENS, stack.embedding_size, device=self.device)
+        self.model.train(is_training)
+        try:
+            with torch.no_grad(), self._chosen():
+                calls = stack.contexts(self.model, zeros)
+                stack.head(self.model, stack.embed(self.model, input_ids=self._tokens()))
+        finally:
+            self.model.train()
+        for call, expected in zip(calls, self.given, strict=True):
+            missing = sorted(name for name in expected if call.named().get(name) is None)
+            if missing:
+                raise ValueError(f"a layer is not given {missing[0]}")
 
     def _record_attention(self, module: nn.Module, options: Mapping[str, Any]) -> None:
         layer, name = len(self.layer_calls), self.names[module]
-        if layer >= self.num_layers:
+        if not self.num_layers:
             return
+        layer = min(layer, self.num_layers - 1)  # what attends after the layers counts as a second call of the last
         self.attention_calls[layer][name] = dict(options)
         if options.get("dropout"):
             self.attention_dropouts[layer].append(len(self.recorder.calls) - 1)
@@ -212,9 +236,8 @@ class _LayerProbe:
         if not self.layer_calls:
             self.dropouts_before = len(self.dropouts[-1])
         _, call = split_hidden(args, kwargs)
-        named = {**{f"argument {index + 1}": value for index, value in enumerate(call.args)}, **call.kwargs}
-        carried = [key for key, value in named.items() if _has_gradient(value)]
-        self.carried = self.carried or next(iter(carried), "")
+        self.given.append({key for key, value in call.named().items() if value is not None})
+        self.carried |= {key for key, value in call.named().items() if _has_gradient(value)}
 
     def _after_layer(self, index: int) -> Callable[..., None]:
         def hook(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -222,7 +245,6 @@ class _LayerProbe:
             self.dropouts[index], self.recorder.calls = self.recorder.calls, []
             self.output_type = next((kind for kind in (tuple, list) if isinstance(output, kind)), Tensor)
             self.output_length = 1 if self.output_type is Tensor else len(output)
-            self.hidden_size = split_hidden(args, kwargs)[0].shape[-1]
 
         return hook
 

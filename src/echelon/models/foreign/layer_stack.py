@@ -36,6 +36,12 @@ class LayerCall:
     kwargs: Mapping[str, Any]
     by_keyword: bool
     """the hidden states are passed as `hidden_states=`"""
+    shape: tuple[int, ...] = ()
+    """of the hidden states"""
+
+    def named(self) -> dict[str, Any]:
+        """Every argument by its name or place."""
+        return {**{f"argument {index + 1}": value for index, value in enumerate(self.args)}, **self.kwargs}
 
     def run(self, layer: Call, hidden: Tensor) -> Tensor:
         if self.by_keyword:
@@ -64,7 +70,8 @@ class LayerStack:
     """modules before the layers that look vectors up: their size"""
     attributes: tuple[Mapping[str, Any], ...]
     """plain attributes of each layer, which a forward may read of a layer that another stage holds"""
-    hidden_size: int
+    embedding_size: int
+    """of the vectors that the forward takes as `inputs_embeds`"""
     tables: tuple[str, ...]
     """modules without parameters outside the layers, such as rotary tables, which every stage holds"""
     dropouts: tuple[tuple[float, ...], ...]
@@ -81,6 +88,8 @@ class LayerStack:
     """linears of which a layer cuts the output into parts: the parts' sizes (unfuse.py)"""
     head_name: str = ""
     """the module that gives logits"""
+    carried: tuple[str, ...] = ()
+    """arguments of layers, beside the hidden states, that the loss has a gradient with respect to"""
     needs_tokens: bool = False
     """the forward reads tokens even where it is given their embeddings"""
     problem: str = ""
@@ -129,7 +138,7 @@ class LayerStack:
         def last(*_args: Any, **_kwargs: Any) -> Any:
             return self._layer_output(hidden)
 
-        zeros = hidden.new_zeros(hidden.shape)  # code may add to it in place
+        zeros = hidden.new_zeros(*hidden.shape[:2], self.embedding_size)  # code may add to it in place
         shell = self._shell(model, [pass_on] * (self.num_layers - 1) + [last], self._stubs(hidden))
         with counter_dropout(model, skipped=self.dropouts_before):
             return self._run(shell, {**inputs, **self._embedded(zeros, None)})
@@ -149,7 +158,7 @@ class LayerStack:
 
     def finish_logits(self, model: nn.Module, logits: Tensor) -> Tensor:
         """Return what the model makes of its head's output [rows, tokens, words]."""
-        hidden = logits.new_zeros(()).expand(*logits.shape[:-1], self.hidden_size)
+        hidden = logits.new_zeros(*logits.shape[:-1], self.embedding_size)
         stubs = {name: _PassOn() for name in self.after if not f"{self.head_name}.".startswith(f"{name}.")}
         stubbed = self._with_head(model, lambda *_args, **_kwargs: logits, stubs)
         out: Tensor = self.head(stubbed, hidden).logits
@@ -217,7 +226,8 @@ class _Zeros(nn.Module):
         """models read its dtype and device"""
 
     def forward(self, *args: Any, **_kwargs: Any) -> Tensor:
-        indices = args[0].shape if args and isinstance(args[0], Tensor) and args[0].dim() == 2 else (1, 1)
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        indices = (1, 1) if first is None else first.shape[:-1] if first.dim() == 3 else first.shape
         return self.weight.new_zeros(*indices, self.weight.shape[1])
 
 
@@ -235,9 +245,10 @@ def _unreached(*_args: Any, **_kwargs: Any) -> Any:
 def split_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, LayerCall]:
     """The hidden states, and the rest of a layer's arguments."""
     if args:
-        return args[0], LayerCall(args[1:], kwargs, by_keyword=False)
+        return args[0], LayerCall(args[1:], kwargs, by_keyword=False, shape=tuple(args[0].shape))
+    hidden = kwargs["hidden_states"]
     others = {key: value for key, value in kwargs.items() if key != "hidden_states"}
-    return kwargs["hidden_states"], LayerCall((), others, by_keyword=True)
+    return hidden, LayerCall((), others, by_keyword=True, shape=tuple(hidden.shape))
 
 
 def first_output(output: Any) -> Tensor:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -105,11 +106,12 @@ def _derive(model: ForeignCausalLM, calls: list[LayerCall], heads: _Heads) -> De
     regions: list[RegionPlan] = []
     whole: list[str] = []
     outside: list[str] = []
-    for name, call in zip(model.layer_stack.layer_names, calls, strict=True):
+    stack = model.layer_stack
+    for name, call in zip(stack.layer_names, calls, strict=True):
         layer = model.get_submodule(name)
         kind = _signature(layer, call)
         if kind not in found:
-            found[kind] = _split_layer(layer, call, model.layer_stack.hidden_size, heads)
+            found[kind] = _split_layer(layer, call, heads, stack.carried)
         plans, others, handed_out = found[kind]
         regions += [plan.at(f"{name}.{plan.module}".rstrip(".")) for plan in plans]
         whole += [f"{name}.{other}" for other in others]
@@ -126,14 +128,31 @@ def _derive(model: ForeignCausalLM, calls: list[LayerCall], heads: _Heads) -> De
 
 
 def _layer_calls(model: ForeignCausalLM) -> list[LayerCall]:
-    like = torch.zeros(ROWS, TOKENS, model.layer_stack.hidden_size, dtype=torch.float64)
+    stack = model.layer_stack
+    like = torch.zeros(ROWS, TOKENS, stack.embedding_size, dtype=torch.float64)
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), float64_casts(torch.float64):
-            return model.layer_stack.contexts(model, like)
+        with torch.no_grad(), float64_casts(torch.float64), _values_between(model):
+            return stack.contexts(model, like)
     finally:
         model.train(was_training)
+
+
+@contextmanager
+def _values_between(model: ForeignCausalLM) -> Iterator[None]:
+    """Give parameters on the meta device values that belong to no module around the layers, for a while."""
+    stack, owners = model.layer_stack, []
+    for path, module in model.named_modules():
+        inside = any(f"{path}.".startswith(f"{name}.") for name in (stack.path, *stack.before, *stack.after))
+        owners += [] if inside else [(module, name, p) for name, p in module.named_parameters(recurse=False)]
+    for module, name, p in owners:
+        module._parameters[name] = nn.Parameter(torch.zeros(p.shape, dtype=torch.float64), requires_grad=False)
+    try:
+        yield
+    finally:
+        for module, name, p in owners:
+            module._parameters[name] = p
 
 
 def _signature(layer: nn.Module, call: LayerCall) -> str:
@@ -150,7 +169,7 @@ def _signature(layer: nn.Module, call: LayerCall) -> str:
 
 
 def _split_layer(
-    layer: nn.Module, call: LayerCall, width: int, heads: _Heads
+    layer: nn.Module, call: LayerCall, heads: _Heads, carried: tuple[str, ...]
 ) -> tuple[list[RegionPlan], list[str], list[str]]:
     """The plans of one layer, its children that stay whole, and parameters that they hand out.
 
@@ -158,13 +177,14 @@ def _split_layer(
     """
     local = _random_copy(layer)
     generator = torch.Generator().manual_seed(2)
-    hidden = torch.randn(ROWS, TOKENS, width, dtype=torch.float64, generator=generator)
+    hidden = torch.randn(call.shape, dtype=torch.float64, generator=generator).requires_grad_()
+    call = _with_values(call, carried, generator)
     entered: dict[str, RegionCall] = {}
     handles = [
         child.register_forward_pre_hook(_record_call(entered, name), with_kwargs=True)
         for name, child in local.named_children()
     ]
-    with torch.no_grad(), float64_casts(torch.float64):
+    with torch.enable_grad(), float64_casts(torch.float64):
         call.run(local, hidden)
     for handle in handles:
         handle.remove()
@@ -194,7 +214,7 @@ def _split_layer(
 def _handed_out(module: nn.Module, call: RegionCall) -> tuple[str, ...]:
     """Parameters on which the first of a module's outputs does not depend, and another does."""
     with torch.enable_grad(), float64_casts(torch.float64):
-        output = call.outputs(module)
+        output = module(*call.args, **call.kwargs)
     others = [other for other in output[1:] if isinstance(other, Tensor)] if isinstance(output, tuple | list) else []
     first = first_output(output)
     return tuple(
@@ -202,6 +222,21 @@ def _handed_out(module: nn.Module, call: RegionCall) -> tuple[str, ...]:
         for name, p in module.named_parameters()
         if any(_depends(other, p) for other in others) and not _depends(first, p)
     )
+
+
+def _with_values(call: LayerCall, carried: tuple[str, ...], generator: torch.Generator) -> LayerCall:
+    """The call with random values for what the loss has a gradient with respect to, instead of zeros."""
+
+    def renew(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)(map(renew, value))
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        return torch.randn(value.shape, dtype=value.dtype, generator=generator).requires_grad_()
+
+    args = tuple(renew(x) if f"argument {index + 1}" in carried else x for index, x in enumerate(call.args))
+    kwargs = {key: renew(value) if key in carried else value for key, value in call.kwargs.items()}
+    return replace(call, args=args, kwargs=kwargs)
 
 
 def _record_call(entered: dict[str, RegionCall], name: str) -> Any:
@@ -265,7 +300,7 @@ def _columns_and_row(module: nn.Module, call: RegionCall, own: list[str] | None)
 
     names = [name for name, child in module.named_modules() if is_linear(child) and (own is None or name in own)]
     handles = [module.get_submodule(name).register_forward_hook(record(name)) for name in names]
-    call.run(module, call.hidden.detach().clone().requires_grad_())
+    call.separate()[0].run(module)
     for handle in handles:
         handle.remove()
     called = list(outputs)

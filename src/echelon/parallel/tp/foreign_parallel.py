@@ -80,6 +80,8 @@ class ForeignSplitter(RegionSplitter):
         super().__init__(model, params, boundary)
         self.foreign = model
         self.is_sequence_parallel = isinstance(boundary, SequenceParallelBoundary)
+        self.rows = 0
+        """sequences of what was gathered last"""
 
     def split_model(self, derived: DerivedSplit) -> list[LogicalParam]:
         sharded = [plan for plan in derived.regions if not (plan.enters_at_columns and self.is_sequence_parallel)]
@@ -161,6 +163,7 @@ class ForeignSplitter(RegionSplitter):
         def gather(x: Any) -> Any:
             if not isinstance(x, Tensor) or x.dim() < 3 or x.shape[1] != part or not x.is_floating_point():
                 return x
+            self.rows = x.shape[0]
             length = boundary.length
             return with_backward(
                 x, lambda x: all_gather_sequence(x, axis, length), lambda dy: own_slice(dy, axis).contiguous()
@@ -169,16 +172,20 @@ class ForeignSplitter(RegionSplitter):
         return tuple(map(gather, args)), {key: gather(value) for key, value in kwargs.items()}
 
     def _keep_slice(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        axis, length = self.axis, self.boundary.length
+        axis, length, rows = self.axis, self.boundary.length, self.rows
 
-        def keep(x: Tensor) -> Tensor:
+        def keep(x: Any) -> Any:
+            if not isinstance(x, Tensor) or not x.is_floating_point():
+                return x
+            if x.dim() == 2 and x.shape[0] == rows * length:  # tokens in one dimension
+                return keep(x.unflatten(0, (rows, length))).flatten(0, 1)
+            if x.dim() < 3 or x.shape[:2] != (rows, length):
+                return x
             return with_backward(
                 x, lambda x: own_slice(x, axis).contiguous(), lambda dy: all_gather_sequence(dy, axis, length)
             )
 
-        if isinstance(output, tuple | list):
-            return type(output)([keep(output[0]), *output[1:]])
-        return keep(output)
+        return type(output)(map(keep, output)) if isinstance(output, tuple | list) else keep(output)
 
     # -- dropout ------------------------------------------------------------------------------------------------------
 
