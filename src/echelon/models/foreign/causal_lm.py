@@ -197,7 +197,7 @@ class ForeignCausalLM(nn.Module):
         if self.embeds_slices and positions is None:  # the model would count the tokens of a slice
             positions = document_positions(tokens, documents)
         placed = self._positions(tokens, documents, positions) if self.layer_stack.takes_positions else {}
-        return self.layer_stack.embed(self, input_ids=tokens, **placed)
+        return self.run_embedding(lambda: self.layer_stack.embed(self, input_ids=tokens, **placed))
 
     def forward_as_written(self, **kwargs: Any) -> Any:
         """Call transformers' forward without the hooks of the module."""
@@ -240,6 +240,8 @@ class ForeignCausalLM(nn.Module):
         install_cores(self)
         self.has_cores = self.runs_by_layer = True
 
+    run_embedding: Callable[[Callable[[], Tensor]], Tensor] = staticmethod(lambda embed: embed())
+    """what follows the embedding; sequence parallelism may slice its output"""
     has_cores = False
     embeds_slices = False
     """the embedding leaves this rank's slice of each sequence (sequence parallelism)"""

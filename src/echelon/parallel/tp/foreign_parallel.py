@@ -15,7 +15,7 @@ A module that stayed whole sees the full tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from echelon.parallel.tp.derive_regions import DerivedSplit, derive_split
 from echelon.parallel.tp.region_plan import ReducedLinear, RegionSplitter
 from echelon.parallel.tp.tensor_parallel import make_boundary
 from echelon.parallel.tp.tp_collectives import (
+    FullSequenceBoundary,
     RegionBoundary,
     SequenceParallelBoundary,
     all_gather_sequence,
@@ -80,6 +81,8 @@ class ForeignSplitter(RegionSplitter):
         super().__init__(model, params, boundary)
         self.foreign = model
         self.is_sequence_parallel = isinstance(boundary, SequenceParallelBoundary)
+        self.entered = [BETWEEN]
+        """where the forward is"""
         self.rows = 0
         """sequences of what was gathered last"""
 
@@ -105,7 +108,9 @@ class ForeignSplitter(RegionSplitter):
             if other != "weight":  # each rank applies it to the words that it holds
                 self.update_param(f"{name}.{other}", partial_grad_axes=("tp",))
         derive_class(embedding, VocabParallelLookup)
-        embedding.boundary, embedding.vocab_size = self.boundary, vocab_size
+        embeds_slices = self.is_sequence_parallel and self.foreign.layer_stack.takes_positions
+        embedding.boundary = self.boundary if embeds_slices else FullSequenceBoundary(self.axis)
+        embedding.vocab_size = vocab_size
         if getattr(embedding, "padding_idx", None) is not None:
             first = self.axis.index * -(-vocab_size // self.axis.size)
             padding = embedding.padding_idx - first
@@ -140,20 +145,49 @@ class ForeignSplitter(RegionSplitter):
     def _divide_sequences(self, derived: DerivedSplit, sharded: set[str]) -> None:
         """Between regions each rank has a slice of the sequence: its gradients of replicated parameters are partial."""
         stack, whole, outside = self.foreign.layer_stack, set(derived.whole), set(derived.outside)
-        self.foreign.embeds_slices = True
+        for name in derived.expert_layers:
+            self.foreign.get_submodule(name).register_forward_pre_hook(self._slice_indices, with_kwargs=True)
         for name in whole:
             module = self.foreign.get_submodule(name)
             module.register_forward_pre_hook(self._gather, with_kwargs=True)
             module.register_forward_hook(self._keep_slice)
+        # A class that takes no positions counts tokens itself, so that every rank embeds all of them.
+        embedding = () if stack.takes_positions else stack.before
+        self.foreign.embeds_slices = stack.takes_positions
+        if embedding:
+            self.foreign.run_embedding = self._embed_whole
         for name, param in list(self.params.items()):
-            inside = any(name.startswith(f"{module}.") for module in (*whole, *sharded)) and name not in outside
+            inside = any(name.startswith(f"{module}.") for module in (*whole, *sharded, *embedding)) and name not in outside
             if not inside and not param.splits and name == param.name:
                 self.update_param(name, partial_grad_axes=("tp",))
-        embedding = self.foreign.get_input_embeddings()  # type: ignore[operator]
+        if not stack.takes_positions:
+            return
         for name in stack.added_sizes:
             module = self.foreign.get_submodule(name)
-            if module is not embedding:
+            if module is not self.foreign.get_input_embeddings():  # type: ignore[operator]
                 module.register_forward_hook(lambda _module, _args, out: local_sequence_slice(out, self.axis))
+
+    def _embed_whole(self, embed: Callable[[], Tensor]) -> Tensor:
+        """This rank's slice of embeddings that every rank computes."""
+        self.entered.append(WHOLE)
+        hidden = embed()
+        self.entered[1:] = []
+        self.boundary.length = length = hidden.shape[1]
+        return with_backward(
+            hidden,
+            lambda x: own_slice(x, self.axis).contiguous(),
+            lambda dy: all_gather_sequence(dy, self.axis, length),
+        )
+
+    def _slice_indices(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Give experts, which compute token by token, the tokens of this rank's slice alone."""
+        length = self.boundary.length
+
+        def own(x: Any) -> Any:
+            is_index = isinstance(x, Tensor) and not x.is_floating_point() and x.dim() == 2 and x.shape[1] == length
+            return local_sequence_slice(x, self.axis) if is_index else x
+
+        return tuple(map(own, args)), {key: own(value) for key, value in kwargs.items()}
 
     def _gather(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Gather the slices of every tensor of tokens. All ranks then compute the same, so gradients are sliced."""
@@ -190,7 +224,7 @@ class ForeignSplitter(RegionSplitter):
     # -- dropout ------------------------------------------------------------------------------------------------------
 
     def _place_dropouts(self, sharded: set[str], whole: Iterable[str]) -> None:
-        entered: list[str] = [BETWEEN]
+        entered = self.entered
 
         def enter(where: str) -> Any:
             return lambda _module, _args: entered.append(where)
