@@ -46,6 +46,11 @@ def find_layer_stack(model: nn.Module) -> LayerStack:
             others = [other for other, _ in outermost if other != name]
             return record.try_parts(_stack_of(model, record), others)
         called += [record] if record.layer_calls else []
+        if record.recorder.draws_scalars and len(record.layer_calls) < len(layers):
+            raise ValueError(
+                f"{type(model).__name__} skips layers of {name} at random, which ranks would do differently; "
+                "set its probability (such as layerdrop) to 0 in config.json"
+            )
     whole = _LayerProbe(model, "", 0)
     whole.run()
     problem = "it has no list of layers"

@@ -25,7 +25,7 @@ from echelon.parallel.cp.cp_attention import MaskSpec
 from echelon.parallel.cp.ring_attention import RingAttention
 from echelon.parallel.cp.zigzag import ZigzagOrder
 from echelon.parallel.tp.cost import region_axis
-from echelon.rng import Dropout
+from echelon.rng import Dropout, RandomSite
 
 if TYPE_CHECKING:
     from echelon.parallel.transform_context import TransformContext
@@ -56,7 +56,7 @@ def apply_context_parallel(context: TransformContext) -> None:
         core.backend = cp_context
     attention_dropouts = {id(core.dropout) for core in cores}
     for module in model.modules():
-        if isinstance(module, Dropout) and id(module) not in attention_dropouts:
+        if isinstance(module, RandomSite) and id(module) not in attention_dropouts:
             module.register_forward_pre_hook(cp_context.set_dropout_window)
 
 
@@ -138,7 +138,7 @@ class ContextParallel:
 
     def set_dropout_window(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         """Set the positions that dimension 1 of a dropout's input covers: its mask is theirs."""
-        assert isinstance(module, Dropout)
+        assert isinstance(module, RandomSite)
         positions, size = self.positions(args[0].device), args[0].shape[1]
         if args[0].dim() < 3 or size != -(-len(positions) // self.sp_axis.size):
             raise ValueError(

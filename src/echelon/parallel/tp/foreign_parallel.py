@@ -38,7 +38,7 @@ from echelon.parallel.tp.tp_collectives import (
     positions_per_rank,
 )
 from echelon.parallel.tp.vocab_cross_entropy import local_row_index, vocab_parallel_cross_entropy
-from echelon.rng import Dropout
+from echelon.rng import RandomSite
 
 
 BETWEEN, REGION, WHOLE = "between regions", "in a region", "in a module that stayed whole"
@@ -241,7 +241,7 @@ class ForeignSplitter(RegionSplitter):
                     if isinstance(child, ReducedLinear) and where == REGION:
                         child.register_forward_hook(leave)
         for module in self.foreign.modules():
-            if isinstance(module, Dropout):
+            if isinstance(module, RandomSite):
                 module.register_forward_pre_hook(lambda site, args: self._set_window(site, args[0], entered[-1]))
 
     def _set_window(self, site: Any, x: Tensor, where: str) -> None:
