@@ -193,9 +193,7 @@ class ForeignCausalLM(nn.Module):
         return self.logit_map.divides_tokens and isinstance(head, LanguageHead) and not head.weight.is_meta
 
     def _embed(self, tokens: Tensor, documents: Tensor | None, positions: Tensor | None) -> Tensor:
-        """The input of the first layer. Positions are those of all tokens: the embedding may leave a rank's slice."""
-        if self.embeds_slices and positions is None:  # the model would count the tokens of a slice
-            positions = document_positions(tokens, documents)
+        """The input of the first layer."""
         placed = self._positions(tokens, documents, positions) if self.layer_stack.takes_positions else {}
         return self.run_embedding(lambda: self.layer_stack.embed(self, input_ids=tokens, **placed))
 
@@ -206,6 +204,11 @@ class ForeignCausalLM(nn.Module):
     def _positions(self, tokens: Tensor, documents: Tensor | None, positions: Tensor | None) -> dict[str, Tensor]:
         """`position_ids`, where they are not the usual ones."""
         if positions is None and documents is not None:
+            if not self.layer_stack.takes_positions:
+                raise ValueError(
+                    f"{type(self).__name__} counts tokens by rules of its own, so that each sequence must be one "
+                    "document; use data.mask_documents=false"
+                )
             positions = document_positions(tokens, documents)
         return {} if positions is None else {"position_ids": positions.expand(len(tokens), -1)}
 
@@ -243,9 +246,6 @@ class ForeignCausalLM(nn.Module):
     run_embedding: Callable[[Callable[[], Tensor]], Tensor] = staticmethod(lambda embed: embed())
     """what follows the embedding; sequence parallelism may slice its output"""
     has_cores = False
-    embeds_slices = False
-    """the embedding leaves this rank's slice of each sequence (sequence parallelism)"""
-
     context_dtype: torch.dtype | None = None
     """dtype of the hidden states, where no parameter of this rank has it"""
 

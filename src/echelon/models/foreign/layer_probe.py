@@ -20,7 +20,7 @@ from echelon.models.foreign.functional_dropout import RecordDropoutCalls
 from echelon.models.foreign.init_rules import materialize_buffers
 from echelon.models.foreign.layer_stack import LayerStack, first_output, own_class, split_hidden
 from echelon.models.foreign.unfuse import RecordCuts, is_linear
-from echelon.models.forward_parts.module_shell import plain_attributes
+from echelon.models.forward_parts.module_shell import PartReached, plain_attributes
 
 PROBE_ATTENTION = "echelon_shapes_only"
 PROBE_ROWS, PROBE_TOKENS = 2, 6
@@ -44,7 +44,8 @@ def find_layer_stack(model: nn.Module) -> LayerStack:
         record.run()
         if record.layer_calls == list(range(len(layers))):
             others = [other for other, _ in outermost if other != name]
-            return record.try_parts(_stack_of(model, record), others)
+            stack = record.try_parts(_stack_of(model, record), others)
+            return replace(stack, takes_positions=stack.takes_positions and record.counts_from_zero())
         called += [record] if record.layer_calls else []
         if record.recorder.draws_scalars and len(record.layer_calls) < len(layers):
             raise ValueError(
@@ -194,6 +195,44 @@ class _LayerProbe:
     def around(self, names: list[str]) -> tuple[str, ...]:
         """Modules around the layers, without those that contain the layers."""
         return tuple(name for name in names if not f"{self.path}.".startswith(f"{name}."))
+
+    def counts_from_zero(self) -> bool:
+        """Whether the positions that a class counts itself are 0, 1, 2 and so on.
+
+        Shown by what it looks up, and what it calls the first layer with, without positions and with these."""
+        give_values(self.model)
+        positions = torch.arange(PROBE_TOKENS).expand(PROBE_ROWS, -1)
+        try:
+            return self._indices({}) == self._indices({"position_ids": positions})
+        except Exception:  # whatever a model's code raises
+            return True
+
+    def _indices(self, inputs: Mapping[str, Tensor]) -> list[Any]:
+        """The whole numbers that modules are called with until the first layer."""
+        found: list[Any] = []
+
+        def record(module: nn.Module, args: Any, kwargs: Any) -> None:
+            for value in (*args, *(kwargs[key] for key in sorted(kwargs))):
+                if isinstance(value, Tensor) and value.dtype in (torch.int64, torch.int32) and value.dim() == 2:
+                    found.append((self.names[module], value.expand(PROBE_ROWS, -1).tolist()))
+            if self.names[module].startswith(f"{self.path}."):
+                raise PartReached
+
+        handles = [
+            module.register_forward_pre_hook(record, with_kwargs=True)
+            for name, module in self.model.named_modules()
+            if not any(True for _ in module.children()) or name.startswith(f"{self.path}.")
+        ]
+        tokens = torch.arange(3, 3 + PROBE_TOKENS).expand(PROBE_ROWS, -1)
+        try:
+            with torch.no_grad(), implementations(self.model.config, attention=PROBE_ATTENTION):
+                self.model.forward_as_written(input_ids=tokens, use_cache=False, **inputs)  # type: ignore[operator]
+        except PartReached:
+            pass
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found
 
     def try_parts(self, stack: LayerStack, other_lists: list[str]) -> LayerStack:
         """Try the parts of the forward, given embeddings, or tokens where the class requires them."""

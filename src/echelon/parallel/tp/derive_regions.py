@@ -212,11 +212,17 @@ def _split_layer(
 
 
 def _handed_out(module: nn.Module, call: RegionCall) -> tuple[str, ...]:
-    """Parameters on which the first of a module's outputs does not depend, and another does."""
+    """Parameters that other code applies to tokens: the first of a module's outputs does not depend on them.
+
+    Outputs for each token are sliced as the first is."""
     with torch.enable_grad(), float64_casts(torch.float64):
         output = module(*call.args, **call.kwargs)
-    others = [other for other in output[1:] if isinstance(other, Tensor)] if isinstance(output, tuple | list) else []
-    first = first_output(output)
+    first, tokens = first_output(output), call.hidden.shape[:2]
+    others = [
+        other
+        for other in (output[1:] if isinstance(output, tuple | list) else ())
+        if isinstance(other, Tensor) and other.shape[:2] != tokens
+    ]
     return tuple(
         name
         for name, p in module.named_parameters()

@@ -105,11 +105,10 @@ class ForeignSplitter(RegionSplitter):
         vocab_size = self.params[f"{name}.weight"].shape[0]
         self.update_param(f"{name}.weight", splits=(DimSplit(axis="tp", dim=0, num_parts=self.axis.size),))
         for other, _ in embedding.named_parameters():
-            if other != "weight":  # each rank applies it to the words that it holds
+            if other != "weight":  # each rank applies it to the words that it holds, in both modes
                 self.update_param(f"{name}.{other}", partial_grad_axes=("tp",))
         derive_class(embedding, VocabParallelLookup)
-        embeds_slices = self.is_sequence_parallel and self.foreign.layer_stack.takes_positions
-        embedding.boundary = self.boundary if embeds_slices else FullSequenceBoundary(self.axis)
+        embedding.boundary = FullSequenceBoundary(self.axis)
         embedding.vocab_size = vocab_size
         if getattr(embedding, "padding_idx", None) is not None:
             first = self.axis.index * -(-vocab_size // self.axis.size)
@@ -151,24 +150,14 @@ class ForeignSplitter(RegionSplitter):
             module = self.foreign.get_submodule(name)
             module.register_forward_pre_hook(self._gather, with_kwargs=True)
             module.register_forward_hook(self._keep_slice)
-        # A class that takes no positions counts tokens itself, so that every rank embeds all of them.
-        embedding = () if stack.takes_positions else stack.before
-        self.foreign.embeds_slices = stack.takes_positions
-        if embedding:
-            self.foreign.run_embedding = self._embed_whole
+        self.foreign.run_embedding = self._embed_whole
         for name, param in list(self.params.items()):
-            inside = any(name.startswith(f"{module}.") for module in (*whole, *sharded, *embedding)) and name not in outside
+            inside = any(name.startswith(f"{module}.") for module in (*whole, *sharded, *stack.before)) and name not in outside
             if not inside and not param.splits and name == param.name:
                 self.update_param(name, partial_grad_axes=("tp",))
-        if not stack.takes_positions:
-            return
-        for name in stack.added_sizes:
-            module = self.foreign.get_submodule(name)
-            if module is not self.foreign.get_input_embeddings():  # type: ignore[operator]
-                module.register_forward_hook(lambda _module, _args, out: local_sequence_slice(out, self.axis))
 
     def _embed_whole(self, embed: Callable[[], Tensor]) -> Tensor:
-        """This rank's slice of embeddings that every rank computes."""
+        """This rank's slice of embeddings that every rank computes: code around them may count tokens."""
         self.entered.append(WHOLE)
         hidden = embed()
         self.entered[1:] = []
