@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from echelon.models.foreign.functional_dropout import RecordDropoutCalls
 from echelon.models.foreign.init_rules import materialize_buffers
-from echelon.models.foreign.layer_stack import LayerStack, first_output, own_class, split_hidden
+from echelon.models.foreign.layer_stack import HIDDEN, LayerStack, first_output, own_class, split_hidden
 from echelon.models.foreign.unfuse import RecordCuts, is_linear
 from echelon.models.forward_parts.module_shell import PartReached, plain_attributes
 
@@ -124,6 +124,8 @@ class _LayerProbe:
         self.output_type: type = Tensor
         self.output_length = 1
         self.carried: set[str] = set()
+        self.leaves: dict[str, list[Tensor]] = {}
+        """inputs of the layer that runs, beside the hidden states, that carry a gradient"""
         self.given: list[set[str]] = []
         """arguments of each layer"""
         self.dropouts: list[list[float]] = []
@@ -190,7 +192,10 @@ class _LayerProbe:
 
     @property
     def problem(self) -> str:
-        return f"they read {' and '.join(sorted(self.carried))} beside the hidden states" if self.carried else ""
+        layer = self.model.get_submodule(self.path)[0] if self.carried else None  # type: ignore[index]
+        arguments = list(inspect.signature(layer.forward).parameters) if layer is not None else []
+        names = [arguments[int(key.split()[1])] if key.startswith("argument ") else key for key in sorted(self.carried)]
+        return f"they read {' and '.join(names)} beside the hidden states" if names else ""
 
     def around(self, names: list[str]) -> tuple[str, ...]:
         """Modules around the layers, without those that contain the layers."""
@@ -274,18 +279,45 @@ class _LayerProbe:
     def _watch_output(self, name: str) -> Callable[..., None]:
         return lambda _module, _args, output: self.cuts.track(name, output)
 
-    def _before_layer(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before_layer(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Note what the layer is given, and give it inputs of its own for what else carries a gradient."""
         self.dropouts[-1] += self.recorder.calls
         self.recorder.calls = []
         if not self.layer_calls:
             self.dropouts_before = len(self.dropouts[-1])
         _, call = split_hidden(args, kwargs)
         self.given.append({key for key, value in call.named().items() if value is not None})
-        self.carried |= {key for key, value in call.named().items() if _has_gradient(value)}
+        self.leaves = {}
+        if not call.by_keyword:
+            others = [self._isolate(f"argument {index + 1}", value) for index, value in enumerate(call.args)]
+            args = (args[0], *others)
+        return args, {
+            key: value if key == HIDDEN and call.by_keyword else self._isolate(key, value)
+            for key, value in kwargs.items()
+        }
+
+    def _isolate(self, key: str, value: Any) -> Any:
+        if isinstance(value, dict):  # layers may write into it
+            value.update({name: self._isolate(key, item) for name, item in value.items()})
+        elif isinstance(value, tuple | list):
+            return type(value)(self._isolate(key, item) for item in value)
+        elif isinstance(value, Tensor) and value.requires_grad:
+            self.leaves.setdefault(key, []).append(value.detach().requires_grad_())
+            return self.leaves[key][-1]
+        return value
+
+    def _depends_on(self, leaves: list[Tensor], output: Any) -> bool:
+        """Whether a layer hands on what it was given beside the hidden states. If it only keeps it, nothing is lost."""
+        outputs = output if isinstance(output, tuple | list) else (output,)
+        sums = [x.sum() for x in outputs if isinstance(x, Tensor) and x.requires_grad]
+        return bool(sums) and any(
+            grad is not None for grad in torch.autograd.grad(sums, leaves, retain_graph=True, allow_unused=True)
+        )
 
     def _after_layer(self, index: int) -> Callable[..., None]:
         def hook(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             self.layer_calls.append(index)
+            self.carried |= {key for key, leaves in self.leaves.items() if self._depends_on(leaves, output)}
             self.dropouts[index], self.recorder.calls = self.recorder.calls, []
             self.output_type = next((kind for kind in (tuple, list) if isinstance(output, kind)), Tensor)
             self.output_length = 1 if self.output_type is Tensor else len(output)
@@ -301,15 +333,6 @@ class _LayerProbe:
                 self.added_sizes[name] = int(first.shape[-1])
 
         return hook
-
-
-def _has_gradient(value: Any) -> bool:
-    """Whether an argument holds a tensor that the loss has a gradient with respect to."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, tuple | list):
-        return any(map(_has_gradient, value))
-    return isinstance(value, Tensor) and value.requires_grad
 
 
 def give_values(model: nn.Module) -> None:

@@ -28,6 +28,10 @@ from echelon.models.foreign.functional_dropout import counter_dropout
 from echelon.models.forward_parts.module_shell import Call, PartReached, Stub, make_shell, shallow_copy
 
 
+HIDDEN = "hidden_states"
+"""the keyword by which transformers passes a layer's input"""
+
+
 @dataclass(frozen=True)
 class LayerCall:
     """What the model passes to one layer beside the hidden states."""
@@ -246,8 +250,8 @@ def split_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tens
     """The hidden states, and the rest of a layer's arguments."""
     if args:
         return args[0], LayerCall(args[1:], kwargs, by_keyword=False, shape=tuple(args[0].shape))
-    hidden = kwargs["hidden_states"]
-    others = {key: value for key, value in kwargs.items() if key != "hidden_states"}
+    hidden = kwargs[HIDDEN]
+    others = {key: value for key, value in kwargs.items() if key != HIDDEN}
     return hidden, LayerCall((), others, by_keyword=True, shape=tuple(hidden.shape))
 
 

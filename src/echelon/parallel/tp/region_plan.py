@@ -14,12 +14,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from echelon.layout.placement import DimSplit, LogicalParam
+from echelon.models.foreign.layer_stack import HIDDEN
 from echelon.models.foreign.unfuse import is_transposed, output_dim
 from echelon.parallel.tp.tensor_parallel import ModuleSplitter
 from echelon.parallel.tp.tp_collectives import RegionBoundary, SequenceParallelBoundary
-
-HIDDEN = "hidden_states"
-"""the keyword by which transformers passes a layer's input"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from echelon.layout.placement import LogicalParam
 from echelon.models.foreign.float64_casts import float64_casts
-from echelon.models.foreign.layer_stack import first_output
-from echelon.parallel.tp.region_plan import HIDDEN, RegionPlan, RegionSplitter
+from echelon.models.foreign.layer_stack import HIDDEN, first_output
+from echelon.parallel.tp.region_plan import RegionPlan, RegionSplitter
 from echelon.parallel.tp.tp_collectives import FullSequenceBoundary
 
 TOLERANCE = 1e-9
