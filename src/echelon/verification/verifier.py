@@ -183,10 +183,9 @@ class Verifier:
         started, run = time.perf_counter(), case_for_layout(self.case, layout)
         case, ran = run.case, with_two_sequences(run.layout)
         differences: list[Difference] = []
-        model, is_refused = case.model, False
-        if isinstance(model, str) and is_hf_model(model):
-            trouble = "; ".join(map(str, find_hf_layout_issues(model, ran)))
-            is_refused = bool(trouble)
+        is_hf = isinstance(case.model, str) and is_hf_model(case.model)
+        trouble = "; ".join(map(str, find_hf_layout_issues(str(case.model), ran))) if is_hf else ""
+        is_refused = bool(trouble)
         try:
             differences = [] if is_refused else self._differences(case, ran)
         except RankError as error:
