@@ -20,6 +20,8 @@ class WidenToFloat64(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = Tensor.double if func is Tensor.float else func
+        if func is torch.full and "dtype" not in (kwargs or {}) and isinstance(args[-1], float):
+            kwargs = {**(kwargs or {}), "dtype": torch.float64}  # the least float64 is no float32
         return func(*map(_widen, args), **{key: _widen(value) for key, value in (kwargs or {}).items()})
 
 

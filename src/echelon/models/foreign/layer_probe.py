@@ -37,10 +37,12 @@ def find_layer_stack(model: nn.Module) -> LayerStack:
         if isinstance(module, nn.ModuleList) and any(True for _ in module.parameters())
     ]
     outermost = [(n, m) for n, m in candidates if not any(n.startswith(other + ".") for other, _ in candidates)]
+    trainable = {parameter for parameter in model.parameters() if parameter.requires_grad}
+    tables = [name for name, module in model.named_modules() if not trainable & set(module.parameters())]
     outermost.sort(key=lambda found: -sum(p.numel() for p in found[1].parameters()))
     called: list[_LayerProbe] = []
     for name, layers in outermost:  # the largest list may be that of images or sounds, which a text does not reach
-        record = _LayerProbe(model, name, len(layers))
+        record = _LayerProbe(model, name, len(layers), tables)
         record.run()
         if record.layer_calls == list(range(len(layers))):
             others = [other for other, _ in outermost if other != name]
@@ -52,7 +54,7 @@ def find_layer_stack(model: nn.Module) -> LayerStack:
                 f"{type(model).__name__} skips layers of {name} at random, which ranks would do differently; "
                 "set its probability (such as layerdrop) to 0 in config.json"
             )
-    whole = _LayerProbe(model, "", 0)
+    whole = _LayerProbe(model, "", 0, tables)
     whole.run()
     problem = "it has no list of layers"
     if called:
@@ -72,7 +74,7 @@ def _stack_of(model: nn.Module, record: _LayerProbe) -> LayerStack:
         added_sizes=record.added_sizes,
         attributes=tuple(plain_attributes(layer) for layer in layers),
         embedding_size=_embedding_size(model),
-        tables=tuple(_without_parameters(model, record.path)),
+        tables=record.tables,
         dropouts=tuple(map(tuple, record.dropouts)),
         dropouts_before=record.dropouts_before,
         attention_calls=tuple(record.attention_calls),
@@ -94,14 +96,14 @@ def _head_name(model: Any) -> str:
     return next((name for name, module in model.named_modules(remove_duplicate=False) if module is head), "")
 
 
-def _without_parameters(model: nn.Module, path: str) -> Iterator[str]:
-    """Names of the outermost modules without parameters, but for those of the layers."""
+def outermost_tables(names: list[str], path: str) -> tuple[str, ...]:
+    """Names of the outermost modules without trainable parameters, but for those of the layers."""
     outer: list[str] = []
-    for name, module in model.named_modules():
+    for name in names:
         inside = name == path or any(name.startswith(f"{other}.") for other in (path, *outer))
-        if name and not inside and not any(True for _ in module.parameters()):
+        if name and not inside:
             outer.append(name)
-            yield name
+    return tuple(outer)
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -115,8 +117,8 @@ def _is_plain(module: nn.Module) -> bool:
 class _LayerProbe:
     """The order in which a model calls its layers and the modules around them."""
 
-    def __init__(self, model: nn.Module, path: str, num_layers: int):
-        self.model, self.path, self.num_layers = model, path, num_layers
+    def __init__(self, model: nn.Module, path: str, num_layers: int, tables: list[str]):
+        self.model, self.path, self.num_layers, self.tables = model, path, num_layers, outermost_tables(tables, path)
         self.layer_calls: list[int] = []
         self.before: list[str] = []
         self.after: list[str] = []
@@ -126,8 +128,8 @@ class _LayerProbe:
         self.carried: set[str] = set()
         self.leaves: dict[str, list[Tensor]] = {}
         """inputs of the layer that runs, beside the hidden states, that carry a gradient"""
-        self.given: list[set[str]] = []
-        """arguments of each layer"""
+        self.given: list[dict[str, Any]] = []
+        """arguments of each layer, and the shapes of tensors"""
         self.dropouts: list[list[float]] = []
         self.dropouts_before = 0
         self.recorder, self.cuts = RecordDropoutCalls(), RecordCuts()
@@ -148,7 +150,10 @@ class _LayerProbe:
                     handles.append(module.register_forward_hook(self._after_layer(int(index)), with_kwargs=True))
                 elif is_linear(module) and _is_plain(self.model.get_submodule(name.rpartition(".")[0])):
                     handles.append(module.register_forward_hook(self._watch_output(name)))
-            elif any(True for _ in module.parameters(recurse=False)) or isinstance(module, _QuietDropout):
+            elif isinstance(module, _QuietDropout) or (
+                any(True for _ in module.parameters(recurse=False))
+                and not any(f"{name}.".startswith(f"{table}.") for table in self.tables)
+            ):
                 handles.append(module.register_forward_hook(self._after_other(name)))
         try:
             self._forward()
@@ -263,9 +268,10 @@ class _LayerProbe:
         finally:
             self.model.train()
         for call, expected in zip(calls, self.given, strict=True):
-            missing = sorted(name for name in expected if call.named().get(name) is None)
+            found = {key: _shape(value) for key, value in call.named().items() if value is not None}
+            missing = [name for name, shape in expected.items() if name not in found or found[name] != shape]
             if missing:
-                raise ValueError(f"a layer is not given {missing[0]}")
+                raise ValueError(f"a layer is not given its {missing[0]}")
 
     def _record_attention(self, module: nn.Module, options: Mapping[str, Any]) -> None:
         layer, name = len(self.layer_calls), self.names[module]
@@ -286,7 +292,7 @@ class _LayerProbe:
         if not self.layer_calls:
             self.dropouts_before = len(self.dropouts[-1])
         _, call = split_hidden(args, kwargs)
-        self.given.append({key for key, value in call.named().items() if value is not None})
+        self.given.append({key: _shape(value) for key, value in call.named().items() if value is not None})
         self.leaves = {}
         if not call.by_keyword:
             others = [self._isolate(f"argument {index + 1}", value) for index, value in enumerate(call.args)]
@@ -333,6 +339,10 @@ class _LayerProbe:
                 self.added_sizes[name] = int(first.shape[-1])
 
         return hook
+
+
+def _shape(value: Any) -> Any:
+    return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
 def give_values(model: nn.Module) -> None:

@@ -77,7 +77,7 @@ class LayerStack:
     embedding_size: int
     """of the vectors that the forward takes as `inputs_embeds`"""
     tables: tuple[str, ...]
-    """modules without parameters outside the layers, such as rotary tables, which every stage holds"""
+    """modules outside the layers that are not trained, such as rotary tables, which every stage holds"""
     dropouts: tuple[tuple[float, ...], ...]
     """probabilities of the dropouts that each layer calls as functions, and last of those around the layers"""
     dropouts_before: int

@@ -111,7 +111,12 @@ def _derive(model: ForeignCausalLM, calls: list[LayerCall], heads: _Heads) -> De
         layer = model.get_submodule(name)
         kind = _signature(layer, call)
         if kind not in found:
-            found[kind] = _split_layer(layer, call, heads, stack.carried)
+            try:
+                found[kind] = _split_layer(layer, call, heads, stack.carried)
+            except Exception:  # whatever a layer raises that does not run alone: every rank computes all of it
+                if not stack.problem:
+                    raise
+                found[kind] = ([], [], [])
         plans, others, handed_out = found[kind]
         regions += [plan.at(f"{name}.{plan.module}".rstrip(".")) for plan in plans]
         whole += [f"{name}.{other}" for other in others]
@@ -180,9 +185,10 @@ def _split_layer(
     hidden = torch.randn(call.shape, dtype=torch.float64, generator=generator).requires_grad_()
     call = _with_values(call, carried, generator)
     entered: dict[str, RegionCall] = {}
+    children = dict(_called_children(local))
     handles = [
         child.register_forward_pre_hook(_record_call(entered, name), with_kwargs=True)
-        for name, child in local.named_children()
+        for name, child in children.items()
     ]
     with torch.enable_grad(), float64_casts(torch.float64):
         call.run(local, hidden)
@@ -191,7 +197,7 @@ def _split_layer(
     plans: list[RegionPlan] = []
     whole: list[str] = []
     outside: list[str] = []
-    for name, child in local.named_children():
+    for name, child in children.items():
         if name not in entered or is_linear(child) or not any(p.dim() > 1 for p in child.parameters()):
             continue
         handed_out = _handed_out(child, entered[name])
@@ -201,7 +207,7 @@ def _split_layer(
             whole.append(name)
         else:
             plans.append(plan.at(name))
-    own = [name for name, child in local.named_children() if is_linear(child)]
+    own = [name for name, child in children.items() if is_linear(child)]
     if own:
         args = (hidden, *call.args) if not call.by_keyword else ()
         kwargs = dict(call.kwargs) if args else {**call.kwargs, "hidden_states": hidden}
@@ -209,6 +215,15 @@ def _split_layer(
         if plan is not None:
             plans.append(plan)
     return plans, whole, outside
+
+
+def _called_children(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The children that a layer calls: those of its lists, in place of the lists."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict) and type(child).forward is nn.Module.forward:
+            yield from _called_children(child, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", child
 
 
 def _handed_out(module: nn.Module, call: RegionCall) -> tuple[str, ...]:
