@@ -143,7 +143,10 @@ class LayerStack:
             return self._layer_output(hidden)
 
         zeros = hidden.new_zeros(*hidden.shape[:2], self.embedding_size)  # code may add to it in place
-        shell = self._shell(model, [pass_on] * (self.num_layers - 1) + [last], self._stubs(hidden))
+        # Tables that grow with the sequence stay as the layers had them, whatever part of it the head is given.
+        tables = {name: model.get_submodule(name) for name in self.tables}
+        stubs = {name: shallow_copy(table) for name, table in tables.items() if any(True for _ in table.buffers())}
+        shell = self._shell(model, [pass_on] * (self.num_layers - 1) + [last], stubs | self._stubs(hidden))
         with counter_dropout(model, skipped=self.dropouts_before):
             return self._run(shell, {**inputs, **self._embedded(zeros, None)})
 
