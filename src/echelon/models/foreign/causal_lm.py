@@ -25,9 +25,9 @@ from echelon.models.foreign.document_masks import keeps_documents_apart
 from echelon.models.foreign.embedding_reads import reads_embedding
 from echelon.models.foreign.float64_casts import float64_casts
 from echelon.models.foreign.foreign_experts import ForeignExperts, is_experts
-from echelon.models.foreign.functional_dropout import add_sites, counter_dropout
+from echelon.models.foreign.functional_dropout import SITES, add_sites, counter_dropout
 from echelon.models.foreign.hf_source import HFSource, check_model_type, quiet_transformers
-from echelon.models.foreign.init_rules import materialize_buffers, record_init
+from echelon.models.foreign.init_rules import materialize_buffers, move_to_meta, record_init
 from echelon.models.foreign.language_head import LanguageHead, LogitMap, try_logit_map
 from echelon.models.foreign.layer_probe import find_layer_stack, implementations
 from echelon.models.foreign.layer_stack import LayerCall, LayerStack, split_hidden
@@ -274,11 +274,9 @@ class ForeignCausalLM(nn.Module):
         return weight.is_meta
 
     def _embed(self, tokens: Tensor, documents: Tensor | None, positions: Tensor | None) -> Tensor:
-        """The input of the first layer. Positions are those of all tokens: the embedding may leave a rank's slice."""
-        if self.embeds_slices and positions is None:  # the model would count the tokens of a slice
-            positions = document_positions(tokens, documents)
+        """The input of the first layer."""
         placed = self._positions(tokens, documents, positions) if self.layer_stack.takes_positions else {}
-        return self.layer_stack.embed(self, input_ids=tokens, **placed)
+        return self.run_embedding(lambda: self.layer_stack.embed(self, input_ids=tokens, **placed))
 
     def forward_as_written(self, **kwargs: Any) -> Any:
         """Call transformers' forward without the hooks of the module; it adds no balance loss unless it is asked to."""
@@ -289,6 +287,11 @@ class ForeignCausalLM(nn.Module):
     def _positions(self, tokens: Tensor, documents: Tensor | None, positions: Tensor | None) -> dict[str, Tensor]:
         """`position_ids`, where they are not the usual ones."""
         if positions is None and documents is not None:
+            if not self.layer_stack.takes_positions:
+                raise ValueError(
+                    f"{type(self).__name__} counts tokens by rules of its own, so that each sequence must be one "
+                    "document; use data.mask_documents=false"
+                )
             positions = document_positions(tokens, documents)
         return {} if positions is None else {"position_ids": positions.expand(len(tokens), -1)}
 
@@ -307,9 +310,8 @@ class ForeignCausalLM(nn.Module):
             )
         divided = self.divided
         if divided is None:
-            return self._contexts(
-                (len(tokens), tokens.shape[1]), tokens.device, self._positions(tokens, documents, positions)
-            )
+            placed = self._positions(tokens, documents, positions)
+            return self._contexts((len(tokens), tokens.shape[1]), tokens.device, placed, tokens)
         assert positions is not None
         calls: dict[int, LayerCall] = {}
         if len(divided.full_layers) < self.layer_stack.num_layers:
@@ -327,16 +329,25 @@ class ForeignCausalLM(nn.Module):
             calls |= {i: full[i] for i in divided.full_layers}
         return [calls[i] for i in range(self.layer_stack.num_layers)]
 
-    def _contexts(self, shape: tuple[int, int], device: torch.device, placed: Mapping[str, Tensor]) -> list[LayerCall]:
+    def _contexts(
+        self,
+        shape: tuple[int, int],
+        device: torch.device,
+        placed: Mapping[str, Tensor],
+        tokens: Tensor | None = None,
+    ) -> list[LayerCall]:
         weight = next(parameter for parameter in self.parameters() if parameter.is_floating_point())
-        zeros = torch.zeros((), dtype=self.context_dtype or weight.dtype, device=device)
-        return self.layer_stack.contexts(self, zeros.expand(*shape, self.layer_stack.hidden_size), **placed)
+        like = torch.zeros(
+            (*shape, self.layer_stack.embedding_size), dtype=self.context_dtype or weight.dtype, device=device
+        )
+        return self.layer_stack.contexts(self, like, tokens, **placed)
 
     def _position_ids(self, positions: Tensor, rows: int) -> dict[str, Tensor]:
         return {"position_ids": positions.expand(rows, -1)} if self.layer_stack.takes_positions else {}
 
     def divide_sequences(self, cores: Iterable[str], full_layers: Iterable[int], sequences: FullSequences) -> None:
         """Run on parts of sequences: these modules attend by cores, these layers get the arguments of all tokens."""
+        self.require_layers("context parallelism", "cp=1")
         install_cores(self, cores)
         self.divided = DividedSequences(frozenset(full_layers), sequences)
         self.runs_by_layer = True
@@ -355,9 +366,21 @@ class ForeignCausalLM(nn.Module):
 
     divided: DividedSequences | None = None
     """none: sequences are whole"""
-    embeds_slices = False
-    """the embedding leaves this rank's slice of each sequence (sequence parallelism)"""
 
+    def require_layers(self, asked: str, remedy: str) -> None:
+        """Raise ValueError where the layers cannot run one by one, which `asked` needs."""
+        if self.layer_problem:
+            raise ValueError(
+                f"{asked} runs the layers of {type(self).__name__} one by one, but {self.layer_problem}; use {remedy}"
+            )
+
+    @property
+    def layer_problem(self) -> str:
+        """Why the layers cannot run one by one; empty if they can."""
+        return self.layer_stack.problem
+
+    run_embedding: Callable[[Callable[[], Tensor]], Tensor] = staticmethod(lambda embed: embed())
+    """what follows the embedding; sequence parallelism may slice its output"""
     context_dtype: torch.dtype | None = None
     """dtype of the hidden states, where no parameter of this rank has it"""
 
@@ -368,8 +391,10 @@ class ForeignCausalLM(nn.Module):
 
     def pipeline_model(self) -> PipelineModel:
         """The layers of the model, for pipelines and recomputation."""
+        self.require_layers("pipeline parallelism", "pp=1")
         stack = self.layer_stack
         around = (*stack.before, *stack.after)
+        everywhere = (*stack.tables, *((SITES,) if hasattr(self, SITES) else ()))
         inner = stack.layer_names
         others = [
             name
@@ -378,9 +403,9 @@ class ForeignCausalLM(nn.Module):
         ]  # parameters that no module's call uses: both ends hold them
         return PipelineModel(
             layers=(
-                PipelineLayer("embed", (*stack.before, *others, *stack.tables), self._run_embedding),
-                *(PipelineLayer(name, (name, *stack.tables), self._layer_runner(i)) for i, name in enumerate(inner)),
-                PipelineLayer("head", (*stack.after, *others, *stack.tables), self._run_head),
+                PipelineLayer("embed", (*stack.before, *others, *everywhere), self._run_embedding),
+                *(PipelineLayer(name, (name, *everywhere), self._layer_runner(i)) for i, name in enumerate(inner)),
+                PipelineLayer("head", (*stack.after, *others, *everywhere), self._run_head),
             ),
             shared=lambda tokens, targets=None, documents=None, positions=None: self._shared(
                 tokens, documents, positions
@@ -501,7 +526,9 @@ def build_on_meta(source: HFSource, **options: Any) -> Any:
     check_model_type(source)
     config = transformers.AutoConfig.from_pretrained(source.folder, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
+    move_to_meta(model)
+    return model
 
 
 def build_causal_lm(

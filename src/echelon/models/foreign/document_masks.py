@@ -24,7 +24,7 @@ def keeps_documents_apart(model: Any, stack: LayerStack) -> bool:
     """Whether every layer is given a mask between two documents. The model's weights may be on the meta device."""
     if not stack.takes_positions:
         return False
-    like = torch.zeros(1, FIRST + SECOND, stack.hidden_size)
+    like = torch.zeros(1, FIRST + SECOND, stack.embedding_size)
     positions = torch.tensor([[*range(FIRST), *range(SECOND)]])
     with torch.no_grad(), implementations(model.config, attention="eager"):
         try:

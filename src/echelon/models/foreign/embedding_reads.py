@@ -21,7 +21,7 @@ ROWS, TOKENS = 2, 4
 def reads_embedding(model: Any, stack: LayerStack) -> bool:
     """Whether arguments of layers follow from the embedding. The model's weights may be on the meta device."""
     generator = torch.Generator().manual_seed(4)
-    zeros = torch.zeros(ROWS, TOKENS, stack.hidden_size)
+    zeros = torch.zeros(ROWS, TOKENS, stack.embedding_size)
     with torch.no_grad(), implementations(model.config, attention="eager"):
         try:
             calls = [stack.contexts(model, like) for like in (zeros, torch.randn(zeros.shape, generator=generator))]

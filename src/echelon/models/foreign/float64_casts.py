@@ -22,6 +22,8 @@ class WidenToFloat64(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = Tensor.double if func is Tensor.float else func
+        if func is torch.full and "dtype" not in (kwargs or {}) and isinstance(args[-1], float):
+            kwargs = {**(kwargs or {}), "dtype": torch.float64}  # the least float64 is no float32
         return func(*map(_widen, args), **{key: _widen(value) for key, value in (kwargs or {}).items()})
 
 
@@ -49,8 +51,10 @@ class WidenedModule(nn.Module):
 
 def widen_casts(model: nn.Module) -> nn.Module:
     """Let a float64 model and its layers, which backward may recompute alone, run in float64 throughout."""
-    from echelon.models.foreign.causal_lm import derive_class  # imports this module
+    from echelon.models.foreign.causal_lm import ForeignCausalLM, derive_class  # imports this module
 
+    if isinstance(model, ForeignCausalLM):  # which does that itself
+        return model
     for name in ("", *listed_layers(model)):
         derive_class(model.get_submodule(name), WidenedModule)
     return model

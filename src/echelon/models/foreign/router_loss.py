@@ -145,7 +145,7 @@ def _run(model: Any, stack: LayerStack, given: tuple[Tensor, ...]) -> tuple[Any,
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
     kind: Any = MoeModelOutputWithPast
-    hidden = torch.zeros(1, TOKENS, stack.hidden_size, dtype=torch.float64)
+    hidden = torch.zeros(1, TOKENS, stack.embedding_size, dtype=torch.float64)
     tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
     output = stack.run_after_base(
         model,

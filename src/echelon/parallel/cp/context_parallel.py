@@ -28,7 +28,7 @@ from echelon.parallel.cp.sequence_plan import plan_sequences
 from echelon.parallel.cp.window_attention import WindowAttention
 from echelon.parallel.cp.zigzag import ZigzagOrder
 from echelon.parallel.tp.cost import region_axis
-from echelon.rng import Dropout
+from echelon.rng import Dropout, RandomSite
 
 if TYPE_CHECKING:
     from echelon.parallel.transform_context import TransformContext
@@ -82,7 +82,7 @@ def _connect(context: TransformContext, cp_context: ContextParallel) -> None:
         core.backend = cp_context
     attention_dropouts = {id(core.dropout) for core in cores}
     for module in context.model.modules():
-        if isinstance(module, Dropout) and id(module) not in attention_dropouts:
+        if isinstance(module, RandomSite) and id(module) not in attention_dropouts:
             module.register_forward_pre_hook(cp_context.set_dropout_window)
 
 
@@ -166,7 +166,7 @@ class ContextParallel:
 
     def set_dropout_window(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         """Set the positions that dimension 1 of a dropout's input covers: its mask is theirs."""
-        assert isinstance(module, Dropout)
+        assert isinstance(module, RandomSite)
         if self.sequences is not None and self.sequences.inside:
             return
         positions, size = self.positions(args[0].device), args[0].shape[1]

@@ -23,11 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from echelon.models.foreign.layer_stack import HIDDEN
 from echelon.parallel.comm.autograd_collective import with_backward
 from echelon.parallel.comm.mesh_axis import MeshAxis
 from echelon.parallel.cp.sequence_plan import is_hidden
 from echelon.parallel.cp.zigzag import ZigzagOrder
-from echelon.parallel.tp.region_plan import HIDDEN, ReducedLinear
+from echelon.parallel.tp.region_plan import ReducedLinear
 
 if TYPE_CHECKING:
     from echelon.parallel.cp.context_parallel import ContextParallel

@@ -93,7 +93,7 @@ def _plan(model: ForeignCausalLM) -> SequencePlan:
         kind = (layer_signature(layer, calls[index]), _of_layer(model.config, index, stack.num_layers), repr(inner))
         if kind not in found:
             with implementations(model.config, attention="eager"):
-                trial = _SequenceTrial(layer, calls[index], stack.hidden_size)
+                trial = _SequenceTrial(layer, calls[index], calls[index].shape[-1])
             attends_once = len(inner) == 1
             if attends_once and trial.equals_with_core(inner[0], core_calls[index], some_calls[index]):
                 found[kind] = (inner, [])
@@ -106,7 +106,7 @@ def _plan(model: ForeignCausalLM) -> SequencePlan:
 
 
 def _calls(model: ForeignCausalLM, positions: Sequence[int], attention: str) -> list[LayerCall]:
-    like = torch.zeros(ROWS, len(positions), model.layer_stack.hidden_size, dtype=torch.float64)
+    like = torch.zeros(ROWS, len(positions), model.layer_stack.embedding_size, dtype=torch.float64)
     with implementations(model.config, attention=attention):
         return model.layer_stack.contexts(model, like, **_position_ids(model, positions))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from echelon.layout import Layout
-from echelon.models.pipeline_model import get_pipeline_model
+from echelon.models.pipeline_model import get_pipeline_model, has_pipeline_model
 from echelon.models.tp_splits import get_tp_split
 from echelon.parallel.tp.tensor_parallel import match_roles
 from echelon.planning.model.layout_support import ModelSupport
@@ -66,7 +66,7 @@ def read_support(module: nn.Module, solved: TpDeclaration | None = None) -> Decl
 
     modules = list(module.modules())
     has_core = any(isinstance(child, CoreAttention) for child in modules)
-    has_pipeline = hasattr(module, "pipeline_model")
+    has_pipeline = has_pipeline_model(module)
     foreign = module if isinstance(module, ForeignCausalLM) else None
     declared = _derived_tp(foreign) if foreign is not None else _declared_tp(module)
     if solved is not None and not declared.splits:
@@ -171,7 +171,7 @@ def _derived_tp(model: ForeignCausalLM) -> TpDeclaration:
     shares = (keys,) if keys else ()
     if queries and regions:
         divides.add(queries)
-    return TpDeclaration(splits=splits, sp=True, divides=tuple(sorted(divides)), shares=shares)
+    return TpDeclaration(splits=splits, sp=not model.layer_problem, divides=tuple(sorted(divides)), shares=shares)
 
 
 @contextmanager

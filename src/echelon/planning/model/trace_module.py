@@ -27,7 +27,7 @@ from echelon.compat import fake_tensor_mode
 from echelon.layout.validation_error import ValidationError
 from echelon.models import user_model
 from echelon.models.forward_parts.shapes_only import ModuleCopy, copy_without_values, without_values
-from echelon.models.pipeline_model import get_pipeline_model, is_within
+from echelon.models.pipeline_model import get_pipeline_model, has_pipeline_model, is_within
 from echelon.planning.model.declared_support import TpDeclaration, read_support, solve_splits
 from echelon.planning.model.model_shape import UNSPLIT, ModelShape
 from echelon.planning.model.traced_shape import ModuleCounts, Section, build_shape
@@ -167,7 +167,7 @@ def _count_tokens(inputs: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _find_sections(module: nn.Module) -> list[Section]:
-    if hasattr(module, "pipeline_model"):
+    if has_pipeline_model(module):
         layers = [(layer.name, layer.modules) for layer in get_pipeline_model(module).layers]
         return [Section(name, _class_name(module, modules) or name, modules) for name, modules in layers]
     names = _longest_module_list(module)
@@ -219,7 +219,7 @@ def _run_sections(module: nn.Module, inputs: dict[str, Any], sections: list[Sect
 
     with counter.counting():
         counter.enter_section(sections[0].name, tuple(inputs.values()))
-        if hasattr(module, "pipeline_model"):
+        if has_pipeline_model(module):
             from echelon.planning.model.equal_layers import find_repeats, renamed_weights
 
             pipeline_model = get_pipeline_model(module)
