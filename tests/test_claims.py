@@ -436,7 +436,7 @@ def resolves(name: str) -> bool:
     return True
 
 
-WORDS = {9: "nine", 11: "eleven", 12: "twelve", 13: "thirteen", 14: "fourteen"}
+WORDS = {9: "nine", 11: "eleven", 12: "twelve", 13: "thirteen", 14: "fourteen", 15: "fifteen"}
 
 
 def counts() -> dict[str, tuple[str, ...]]:
