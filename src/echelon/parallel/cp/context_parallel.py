@@ -170,12 +170,13 @@ class ContextParallel:
         if self.sequences is not None and self.sequences.inside:
             return
         positions, size = self.positions(args[0].device), args[0].shape[1]
-        if args[0].dim() < 3 or size != -(-len(positions) // self.sp_axis.size):
+        is_whole = size == len(positions)  # an embedding, before sequence parallelism slices what it gives
+        if args[0].dim() < 3 or not (is_whole or size == -(-len(positions) // self.sp_axis.size)):
             raise ValueError(
                 f"context parallelism cannot tell which tokens dropout {module.site!r} sees (input "
                 f"{tuple(args[0].shape)}, {len(positions)} local tokens); give it [sequences, tokens, ...], or use cp=1"
             )
-        start = self.sp_axis.index * size
+        start = 0 if is_whole else self.sp_axis.index * size
         local = torch.arange(start, start + size, device=positions.device).clamp(max=len(positions) - 1)
         module.window = {**module.window, 1: (positions[local], self.seq_len)}
 
