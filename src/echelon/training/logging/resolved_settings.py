@@ -173,11 +173,11 @@ def _describe_master_weights(engine: Engine) -> str:
 
 
 def _describe_gradient_dtype(engine: Engine) -> str:
-    return " and ".join(sorted({dtype_name(group.grad_dtype) for group in engine.parallel.sharded_model.param_groups}))
+    return " and ".join(sorted({dtype_name(one.grad_dtype) for one in engine.parallel.sharded_model.trainable_groups}))
 
 
 def _gradient_dtype_reason(engine: Engine) -> str:
-    options, groups = engine.parallel.options, engine.parallel.sharded_model.param_groups
+    options, groups = engine.parallel.options, engine.parallel.sharded_model.trainable_groups
     dtypes = {group.grad_dtype for group in groups if not group.spec.keep_fp32}
     if dtypes == {options.compute_dtype} == {options.master_dtype} and options.compute_dtype.itemsize >= 4:
         return "one dtype for everything"
