@@ -140,12 +140,13 @@ class ContextParallel:
         """Set the positions that dimension 1 of a dropout's input covers: its mask is theirs."""
         assert isinstance(module, Dropout)
         positions, size = self.positions(args[0].device), args[0].shape[1]
-        if args[0].dim() < 3 or size != -(-len(positions) // self.sp_axis.size):
+        is_sliced = size != len(positions)  # between tensor-parallel regions, not inside them
+        if args[0].dim() < 3 or (is_sliced and size != -(-len(positions) // self.sp_axis.size)):
             raise ValueError(
                 f"context parallelism cannot tell which tokens dropout {module.site!r} sees (input "
                 f"{tuple(args[0].shape)}, {len(positions)} local tokens); give it [sequences, tokens, ...], or use cp=1"
             )
-        start = self.sp_axis.index * size
+        start = self.sp_axis.index * size if is_sliced else 0
         local = torch.arange(start, start + size, device=positions.device).clamp(max=len(positions) - 1)
         module.window = {**module.window, 1: (positions[local], self.seq_len)}
 

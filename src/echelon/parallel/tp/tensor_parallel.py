@@ -35,9 +35,11 @@ from echelon.layout import Layout
 from echelon.layout.collective import Collective
 from echelon.layout.placement import DimSplit, LogicalParam
 from echelon.models.foreign.causal_lm import ForeignCausalLM
+from echelon.models.lora.adapter import ADAPTER
 from echelon.models.tp_splits import get_tp_split
 from echelon.parallel.comm.mesh_axis import MeshAxis
 from echelon.parallel.tp import cost
+from echelon.parallel.tp.adapter_splits import split_adapters
 from echelon.parallel.tp.parallel_layers import RowLinear, VocabParallelEmbedding, VocabParallelHead
 from echelon.parallel.tp.tp_collectives import (
     FullSequenceBoundary,
@@ -70,6 +72,7 @@ def apply_tensor_parallel(context: TransformContext) -> None:
         context.params, context.tp_boundary = shard_modules(
             model, context.params, get_tp_split(model), axes["tp"], sequence_parallel=bool(layout.sp)
         )
+    context.params = split_adapters(model, context.params, context.tp_boundary)
     context.add_partial_grad_axes()
 
 
@@ -148,6 +151,10 @@ class ModuleSplitter:
         return self.model.get_submodule(name.rpartition(".")[0])
 
     def replace(self, name: str, module: nn.Module) -> None:
+        """Put a module in the place of another, whose adapter it takes over."""
+        adapter = self.model.get_submodule(name)._modules.get(ADAPTER)
+        if adapter is not None:
+            setattr(module, ADAPTER, adapter)
         setattr(self.parent(name), name.rpartition(".")[2], module)
 
 
