@@ -42,6 +42,7 @@ from echelon.layout import Layout, check_layout
 from echelon.layout.collective import Collective
 from echelon.models.foreign.causal_lm import ForeignCausalLM, adapt_if_foreign
 from echelon.models.layers import check_loss_output
+from echelon.models.lora.adapter import adapted_names
 from echelon.models.model_config import ModelConfig
 from echelon.optim import cost, offload_support, optimizer_groups
 from echelon.optim.flat_segments import build_flat_segments
@@ -117,6 +118,10 @@ class Engine:
 
         # What must be read from the full model, before ranks keep their parts of it.
         self.param_names = tuple(name for name, _ in model.named_parameters())
+        self.adapted_linears = adapted_names(model)
+        """the linears with LoRA adapters"""
+        self.num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        self.num_params = sum(p.numel() for p in model.parameters())
         optimizer_groups.check_patterns(rule, self.param_names)
         self.nonfinite_locator = NonfiniteLocator(model)
         num_experts = experts_per_moe_layer(model, layout)

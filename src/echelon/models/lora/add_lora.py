@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from echelon.layout.validation_error import ValidationError
+from echelon.layout.validation_error import ValidationError, ValidationIssue
 from echelon.models.foreign.causal_lm import ForeignCausalLM, adapt_if_foreign
 from echelon.models.foreign.unfuse import FusedLinear, is_linear
 from echelon.models.layer_lists import layer_names
@@ -55,7 +56,7 @@ def add_adapters(model: nn.Module, options: LoRAOptions, *, seed: int, zero_b: b
     if any(True for _ in iter_adapters(model)):
         raise ValueError(f"the model has adapters already ({type(model).__name__}); add them once")
     names = target_linears(model, options.targets)
-    trained = match_names(options.train, trainable_modules(model), key="lora.train", what="module with parameters")
+    trained = _trained_modules(model, options)
     model.requires_grad_(False)
     for name in trained:
         model.get_submodule(name).requires_grad_(True)
@@ -80,6 +81,29 @@ def target_linears(model: nn.Module, targets: Sequence[str]) -> list[str]:
         message = f"finds no linear in the layers of {type(model).__name__}"
         raise ValidationError.single("lora.rank", "", message, legal="a model with linears, or lora.rank=0")
     return inside
+
+
+def check_patterns(model: nn.Module, options: LoRAOptions) -> Iterator[ValidationIssue]:
+    """Issues of patterns that match nothing."""
+    with collect_issues() as issues:
+        target_linears(model, options.targets)
+    yield from issues
+    with collect_issues() as issues:
+        _trained_modules(model, options)
+    yield from issues
+
+
+@contextmanager
+def collect_issues() -> Iterator[list[ValidationIssue]]:
+    issues: list[ValidationIssue] = []
+    try:
+        yield issues
+    except ValidationError as error:
+        issues += error.issues
+
+
+def _trained_modules(model: nn.Module, options: LoRAOptions) -> list[str]:
+    return match_names(options.train, trainable_modules(model), key="lora.train", what="module with parameters")
 
 
 def adaptable_linears(model: nn.Module) -> list[str]:

@@ -44,6 +44,8 @@ def resolved_settings(config: Config, engine: Engine, peak: PeakFlops, threads: 
         yield from _pipeline_settings(engine.pipeline, seq_len)
     size = f"{layout.batch} sequences" + (f" x {seq_len} tokens" if model is not None else "")
     yield "batch", size, f"dp {layout.dp} x microbatch {layout.microbatch} x accumulate {layout.accumulate}"
+    if engine.adapted_linears:
+        yield _adapter_setting(config, engine)
     yield from _precision_settings(engine)
     yield from _optimizer_settings(engine)
     if layout.dp * layout.cp > 1:
@@ -64,6 +66,13 @@ def resolved_settings(config: Config, engine: Engine, peak: PeakFlops, threads: 
     yield "time-out", f"{config.timeout:g} s", "a rank that waits longer ends the run"
     yield "threads", str(threads), "per rank"
     yield "peak", f"{peak.flops / 1e12:.3g} TFLOP/s per device", peak.source
+
+
+def _adapter_setting(config: Config, engine: Engine) -> ResolvedSetting:
+    lora, share = config.lora, engine.num_trained / engine.num_params
+    what = f"rank {lora.rank} beside {len(engine.adapted_linears)} linears, outputs times {lora.scale:g}"
+    trained = f"{engine.num_trained:,} of {engine.num_params:,} parameters are trained ({100 * share:.2g} %)"
+    return "adapters", what, f"{trained}; " + (f"from {lora.init}" if lora.init else "B starts at zero")
 
 
 def _precision_settings(engine: Engine) -> Iterator[ResolvedSetting]:
