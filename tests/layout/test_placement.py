@@ -49,9 +49,7 @@ def worlds(draw: st.DrawFn) -> tuple[tuple[LogicalParam, ...], dict[str, int]]:
         for axis, dim in list(zip(axes, dims, strict=False))[: draw(st.integers(0, 2))]:
             copies = draw(st.sampled_from([c for c in range(1, sizes[axis] + 1) if sizes[axis] % c == 0]))
             cuts.append(DimSplit(axis=axis, dim=dim, num_parts=sizes[axis] // copies, num_copies=copies))
-        entries.append(
-            entry(f"p{index}", *shape, cuts=tuple(cuts), decay=draw(st.booleans()), trainable=trainable)
-        )
+        entries.append(entry(f"p{index}", *shape, cuts=tuple(cuts), decay=draw(st.booleans()), trainable=trainable))
     return tuple(entries), sizes
 
 
@@ -251,9 +249,9 @@ def test_frozen_parameters_form_groups_beside_the_trainable_ones(shard_frozen: b
 def test_one_of_the_ranks_that_shard_other_groups_writes_a_frozen_one() -> None:
     frozen = group_params([entry("w", 8, trainable=False)], {}, 2)
     writers = [
-        Placement(
-            param_groups=frozen, coordinates={"shard": shard, "replica": replica, "cp": 0, "pp": 0}
-        ).piece(frozen[0], frozen[0].params[0]).is_first_replica
+        Placement(param_groups=frozen, coordinates={"shard": shard, "replica": replica, "cp": 0, "pp": 0})
+        .piece(frozen[0], frozen[0].params[0])
+        .is_first_replica
         for shard in range(2)
         for replica in range(2)
     ]

@@ -154,7 +154,8 @@ def host_transfer_bytes(engine: Engine) -> dict[str, int]:
     if host is not None and host.updates_on_device:
         master = options.master_dtype.itemsize
         paged = offload_cost.PagedUpdate(
-            state_bytes=sum(group.shard_numel for group in away if group.trainable) * master + _offloaded_state_bytes(engine),
+            state_bytes=sum(group.shard_numel for group in away if group.trainable) * master
+            + _offloaded_state_bytes(engine),
             host_gradient_bytes=_host_gradient_bytes(engine),
         )
     return offload_cost.step_link_bytes(

@@ -115,10 +115,7 @@ def units(shards: int) -> tuple[ParamGroupSpec, ...]:
     """A root of 10 elements and three layers of 7."""
 
     def unit(name: str, *numbers: int) -> ParamGroupSpec:
-        entries = [
-            LogicalParam(name=f"{name}{i}", names=(f"{name}{i}",), shape=(n,))
-            for i, n in enumerate(numbers)
-        ]
+        entries = [LogicalParam(name=f"{name}{i}", names=(f"{name}{i}",), shape=(n,)) for i, n in enumerate(numbers)]
         return ParamGroupSpec(name=name, params=tuple(entries), num_shards=shards, stays_unsharded=not name)
 
     return unit("", 6, 4), unit("a", 4, 3), unit("b", 4, 3), unit("c", 7)

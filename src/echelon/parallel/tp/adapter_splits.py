@@ -26,9 +26,7 @@ PARTIAL = ("tp",)
 """the axis over which the gradient of a replicated factor is a partial sum"""
 
 
-def split_adapters(
-    model: nn.Module, params: Iterable[LogicalParam], boundary: RegionBoundary
-) -> list[LogicalParam]:
+def split_adapters(model: nn.Module, params: Iterable[LogicalParam], boundary: RegionBoundary) -> list[LogicalParam]:
     """Split the adapters' parameters after their linears', and place their dropouts."""
     given = list(params)
     by_name = {name: param for param in given for name in param.names}

@@ -108,4 +108,3 @@ def _check_base(trained: TrainedModel, model: nn.Module, base: Mapping[str, Tens
     frozen = {name: base[name] for name, p in model.named_parameters() if not p.requires_grad}
     actual = {"hash": frozen_weights.hash_of_tensors(frozen, DTYPES[config.dtype]), "dtype": config.dtype}
     frozen_weights.check_frozen_hash(trained.frozen, actual, where=config.model)
-
