@@ -147,6 +147,10 @@ CLAIMS: dict[str, tuple[Check, ...]] = {
             "test_transparency_foreign.py", "test_sequences_that_cannot_be_divided_are_refused_with_the_reason"
         ),
     ),
+    # LoRA
+    "DoRA, biases and other methods are refused by name": (
+        asserted_in("checkpoint/hf/test_peft_adapter.py", "test_an_adapter_that_computes_something_else_is_refused"),
+    ),
     # CONTRIBUTING, docs/README
     "has a row in `tests/test_claims.py`": (),
     "`tests/test_claims.py` checks that": (),

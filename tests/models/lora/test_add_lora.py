@@ -95,7 +95,7 @@ def test_wrapped_in_a_users_loop() -> None:
     model = ec.add_lora(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), rank=2, seed=3)
     frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
     wrapped = ec.wrap(model, "dp=1")
-    optimizer = torch.optim.AdamW([p for p in wrapped.parameters() if p.requires_grad], lr=0.1)
+    optimizer = torch.optim.AdamW([p for p in wrapped.parameters() if p.requires_grad], lr=0.01)
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
     losses = []
     for _ in range(3):
