@@ -47,13 +47,6 @@ def split() -> str:
         c.arrow(x + 90, 226, x + 90, 254)
         c.line(x + 274, 226, x + 274, 269)
         c.arrow(x + 274, 269, x + 160, 269)
-    c.legend(
-        24,
-        330,
-        {
-            "frozen": BLUE,
-            "trained, split as W is": GREEN,
-            "trained, replicated: gradient all-reduced once a step": ORANGE,
-        },
-    )
+    replicated = "trained, replicated: gradient all-reduced once a step"
+    c.legend(24, 330, {"frozen": BLUE, "trained, split as W is": GREEN, replicated: ORANGE})
     return c.finish()
