@@ -6,12 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from collective_cost_check import check
 from foreign_families import write_family
 
 from echelon.config.sections import LoRAConfig
 from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
+from echelon.models.lora.lora_options import LoRAOptions
 from echelon.models.model_config import find_model
+from echelon.models.reduced_model import reduced_config
 from echelon.verification.verifier import TOLERANCE, LayoutVerdict, Verifier
 from echelon.verification.verify_case import FLOAT64, VerifyCase
 
@@ -87,6 +90,14 @@ def test_adapters_on_some_linears_and_beside_experts(
 )
 def test_adapters_on_every_axis(model: str, layout: str, pool: RankPool, tmp_path: Path) -> None:
     assert verdict_of(model, layout, pool, tmp_path, replace(ALL, train=(NORMS[model],))).passed
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp=2,zero=1", "dp=2,zero=3,accumulate=2", "tp=2", "tp=2,sp=0", "dp=2,pp=2,zero=3,accumulate=2"]
+)
+def test_frozen_weights_are_gathered_and_never_reduced(layout: str, pool: RankPool) -> None:
+    """Counted collectives equal the cost functions: of the frozen weights all-gathers alone, and those under zero=3."""
+    check(pool, reduced_config(find_model("llama-tiny")), layout, lora=LoRAOptions(rank=2))
 
 
 @pytest.mark.parametrize("model", ["llama-tiny", "hf:gpt2"])

@@ -73,6 +73,10 @@ ForwardBackward = Callable[[Iterable[Microbatch], float], Tensor]
 """takes a step's microbatches and learning rate; returns this rank's (sum of losses, number of valid targets)"""
 
 
+INPUTS = ("embed.", "positions.", "blocks.0.norm1.")
+"""parameters of built-in models before the first linear"""
+
+
 def model_config_of(model: nn.Module) -> ModelConfig | None:
     """Return the configuration of a built-in model; None for a user's model."""
     config = getattr(model, "config", None)
@@ -120,6 +124,8 @@ class Engine:
         self.param_names = tuple(name for name, _ in model.named_parameters())
         self.adapted_linears = adapted_names(model)
         """the linears with LoRA adapters"""
+        self.trains_inputs = any(p.requires_grad for name, p in model.named_parameters() if name.startswith(INPUTS))
+        """whether a built-in model's backward reaches what is before its first linear"""
         self.num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self.num_params = sum(p.numel() for p in model.parameters())
         optimizer_groups.check_patterns(rule, self.param_names)

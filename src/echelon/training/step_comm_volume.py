@@ -30,6 +30,7 @@ def step_collectives(engine: Engine, traffic: tp_cost.TransformerSizes | None) -
     slices = pipeline.runtime.slice_lengths(traffic.seq_len) if pipeline is not None and traffic is not None else ()
     collectives: list[Collective] = []
     if traffic is not None:
+        traffic = replace(traffic, frozen_inputs=bool(engine.adapted_linears) and not engine.trains_inputs)
         local_sizes = traffic
         if pipeline is not None:
             local_sizes = replace(pipeline.rank_share(traffic), moe_layers=len(_moe_layers(engine)))
