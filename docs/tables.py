@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import activations
+import adapter_states
 import compressed
 import gates
 import goodput_table
@@ -379,6 +380,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "layout keys": layout_keys,
     "configuration keys": configuration_keys,
     "state bytes": state_bytes,
+    "adapter states": lambda: markdown(*adapter_states.held()),
     "batch statistics": batch_statistics,
     "recomputed": lambda: markdown(*activations.recomputed(MODEL, SEQ_LEN)),
     "kept over layers": lambda: markdown(*activations.kept_over_layers()),

@@ -161,6 +161,10 @@ CLAIMS: dict[str, tuple[Check, ...]] = {
             "parallel/cp/test_sequence_plan.py", "test_documents_are_refused_where_a_class_does_not_keep_them_apart"
         ),
     ),
+    # LoRA
+    "DoRA, biases and other methods are refused by name": (
+        asserted_in("checkpoint/hf/test_peft_adapter.py", "test_an_adapter_that_computes_something_else_is_refused"),
+    ),
     # CONTRIBUTING, docs/README
     "has a row in `tests/test_claims.py`": (),
     "`tests/test_claims.py` checks that": (),

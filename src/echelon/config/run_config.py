@@ -53,6 +53,7 @@ class Config:
     """Fused kernels on a GPU, or plain torch operators everywhere, for comparison."""
     compress: Literal["none", "lossless", "lossless+fp16", "lossless+fp8", "lossless+int8"] = "none"
     """Compression of saved activations: none, lossless, or lossless with values in fewer bits."""
+    lora: sections.LoRAConfig = field(default_factory=sections.LoRAConfig)
     optimizer: sections.OptimizerConfig = field(default_factory=sections.OptimizerConfig)
     schedule: sections.LRScheduleConfig = field(default_factory=sections.LRScheduleConfig)
     clip: Annotated[float, AT_LEAST_0] = 1.0

@@ -66,8 +66,18 @@ class VerifyCase:
     def build(self, device: str, *, double: bool = True) -> nn.Module:
         """The one-device model, in float64 or float32; on "meta" with shapes only, or as the user's factory builds it.
 
-        A built-in model has the same initial values in both, rounded in the second.
+        A built-in model has the same initial values in both, rounded in the second. B of an adapter starts at random:
+        from zero, the first step would not show a wrong gradient of A.
         """
+        from echelon.models.lora.add_lora import add_adapters
+
+        model: nn.Module = add_adapters(
+            self._build_base(device, double=double), self.config.lora, seed=self.seed, zero_b=False
+        )
+        return model
+
+    def _build_base(self, device: str, *, double: bool) -> nn.Module:
+        """The model without adapters."""
         import torch
 
         from echelon import models

@@ -106,7 +106,7 @@ def write_hf_dir(folder: Path, model: Any, state: Mapping[str, Tensor], source: 
         plain = own(config)
     merged = merge_parts(state, model.fused_parts)
     if plain.config.tie_word_embeddings:
-        merged |= {name: merged[first] for name, first in _tied_names(model) if first in merged}
+        merged |= {name: merged[first] for name, first in tied_names(model) if first in merged}
     plain.load_state_dict(merged, assign=True, strict=False)
     plain.save_pretrained(folder, state_dict=merged)
     for name in TOKENIZER_FILES:
@@ -115,7 +115,7 @@ def write_hf_dir(folder: Path, model: Any, state: Mapping[str, Tensor], source: 
     return sorted(path.name for path in folder.iterdir())
 
 
-def _tied_names(model: Any) -> list[tuple[str, str]]:
+def tied_names(model: Any) -> list[tuple[str, str]]:
     """(other name, first name) of tied parameters."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)

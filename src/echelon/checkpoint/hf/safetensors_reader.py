@@ -90,6 +90,12 @@ def open_safetensors(folder: Path, *, quantised: bool = False) -> dict[str, Lazy
     return tensors
 
 
+def open_tensor_file(file: Path) -> dict[str, LazyTensor]:
+    """Every tensor of one safetensors file by name."""
+    refuse_link_outside(file)
+    return _open_file(file, SAFETENSORS_DTYPES)
+
+
 def format_names(names: list[str], limit: int = 8) -> str:
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 

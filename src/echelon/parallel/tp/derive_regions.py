@@ -29,6 +29,7 @@ from echelon.models.foreign.foreign_experts import ForeignExperts
 from echelon.models.foreign.layer_probe import implementations
 from echelon.models.foreign.layer_stack import LayerCall, first_output
 from echelon.models.foreign.unfuse import is_linear, output_dim
+from echelon.models.lora.adapter import remove_adapters
 from echelon.parallel.tp.region_plan import RegionPlan
 from echelon.parallel.tp.region_trial import RegionCall, is_exact, run_whole
 
@@ -274,7 +275,7 @@ def random_copy(layer: nn.Module) -> nn.Module:
     for p in layer.parameters():
         values = torch.randn(p.shape, dtype=torch.float64, generator=generator)
         memo[id(p)] = nn.Parameter(values / p.shape[-1] ** 0.5 if p.dim() > 1 else 1 + 0.3 * values)
-    copied = copy.deepcopy(layer, memo)
+    copied = remove_adapters(copy.deepcopy(layer, memo))
     for module in copied.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point():

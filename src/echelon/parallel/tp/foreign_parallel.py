@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from echelon.layout.placement import DimSplit, LogicalParam
 from echelon.models.foreign.causal_lm import ForeignCausalLM, derive_class
+from echelon.models.lora.adapter import iter_adapters
 from echelon.parallel.comm.autograd_collective import with_backward
 from echelon.parallel.comm.mesh_axis import MeshAxis
 from echelon.parallel.tp.derive_regions import DerivedSplit, derive_split
@@ -231,8 +232,9 @@ class ForeignSplitter(RegionSplitter):
                 for child in module.modules():
                     if isinstance(child, ReducedLinear) and where == REGION:
                         child.register_forward_hook(leave)
+        adapters = {id(adapter.dropout) for _, adapter in iter_adapters(self.foreign)}
         for module in self.foreign.modules():
-            if isinstance(module, RandomSite):
+            if isinstance(module, RandomSite) and id(module) not in adapters:
                 module.register_forward_pre_hook(lambda site, args: self._set_window(site, args[0], entered[-1]))
 
     def _set_window(self, site: Any, x: Tensor, where: str) -> None:

@@ -109,10 +109,13 @@ class ReducedLinear(nn.Module):
         super().__init__()
         self.weight, self.boundary, self.is_transposed = linear.weight, boundary, is_transposed(linear)
         self.register_parameter("bias", linear.bias)
+        self.lora: nn.Module | None = None
+        """an adapter whose inputs are sharded too: its output is a partial sum"""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight if self.is_transposed else self.weight.t()
-        y = self.boundary.leave(x @ weight)
+        y = x @ weight
+        y = self.boundary.leave(y if self.lora is None else y + self.lora(x))
         bias = self._parameters["bias"]
         return y if bias is None else y + bias
 

@@ -117,12 +117,13 @@ def dp_volumes(scenario: Scenario) -> DpVolumes:
             # A layer that memory.buffer splits is gathered module by module for recomputation, and once more after it.
             recomputed={group.name} if is_split else (),
         )
-        of_experts = group.name == EXPERT_GROUP
+        of_experts = group.module == EXPERT_GROUP
         shards, replicas = (
             volumes.expert_shards if of_experts else volumes.shards,
             (volumes.expert_replicas if of_experts else volumes.replicas),
         )
-        shards.ranks, replicas.ranks = group.num_shards, policy.num_replicas
+        if group.trainable or group.num_shards > 1:
+            shards.ranks, replicas.ranks = group.num_shards, policy.num_replicas
         for item in collectives:
             volume = replicas if item.op == "all_reduce" else shards
             sent = n * collective_bytes(item, volume.ranks)

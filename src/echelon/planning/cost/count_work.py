@@ -21,8 +21,8 @@ from echelon.planning.cost.memory_model import offloaded_share
 from echelon.planning.cost.optimizer_update import optimizer_state_bytes, update_work
 from echelon.planning.cost.param_group_traffic import param_groups, weight_traffic
 from echelon.planning.cost.recompute_cost import compression_traffic, microbatch_saved_bytes, recompute_shares
-from echelon.planning.model.model_shape import COLUMN_PARALLEL, ROUTER, ROW_PARALLEL, MatmulShape
-from echelon.planning.scenario import ATTENTION_KERNELS, NUM_MOMENTS, Scenario
+from echelon.planning.model.model_shape import COLUMN_PARALLEL, ROUTER, ROW_PARALLEL, LayerShape, MatmulShape
+from echelon.planning.scenario import ATTENTION_KERNELS, NUM_MOMENTS, Scenario, lora_numel
 
 GEMM_TILE = 64
 """elements; GEMMs are fast if it divides their dimensions"""
@@ -66,6 +66,7 @@ def _microbatch_work(scenario: Scenario) -> step_work.MicrobatchWork:
         num_layers=shape.num_layers,
         num_moe_layers=shape.num_moe_layers,
         dense_gemms=dense_gemms,
+        is_trained=0.0 if scenario.lora_rank else 1.0,
         expert_gemms=expert_gemms,
         router_flops=router_flops,
         head_gemm=step_work.GemmWork(
@@ -117,7 +118,15 @@ def _layer_gemms(scenario: Scenario) -> tuple[step_work.GemmWork, step_work.Gemm
                 router_flops += n * float(_dense_gemm(matmul, scenario).flops) / scenario.sp_degree
             else:
                 dense = dense.plus(n, _dense_gemm(matmul, scenario))
+        if scenario.lora_rank:
+            dense = dense.plus(n, _adapter_gemms(layer, scenario))
     return dense, experts, router_flops
+
+
+def _adapter_gemms(layer: LayerShape, scenario: Scenario) -> step_work.GemmWork:
+    """Count the GEMMs of a layer's adapters. They run three times, and the frozen ones beside them twice."""
+    flops = 1.5 * 2.0 * scenario.tokens * lora_numel(layer, scenario.lora_rank) / scenario.layout.tp
+    return step_work.GemmWork(flops=flops, edge_flops=flops / scenario.lora_rank)
 
 
 def _expert_gemm(matmul: MatmulShape, scenario: Scenario) -> step_work.GemmWork:
@@ -198,7 +207,7 @@ def _tp_traffic(scenario: Scenario) -> step_work.TpTraffic:
 def _step_work(scenario: Scenario, microbatch: step_work.MicrobatchWork, include_per_step: bool) -> step_work.StepWork:
     offloaded, update = OffloadTraffic(), step_work.UpdateWork()
     if include_per_step:
-        num_params = sum(group.shard_numel * n for group, n in param_groups(scenario, 0))
+        num_params = sum(group.shard_numel * n for group, n in param_groups(scenario, 0) if group.trainable)
         if scenario.layout.offload != "none":
             offloaded = _offload_traffic(scenario, num_params)
         update = update_work(scenario, num_params - offloaded.host_updated_params)
