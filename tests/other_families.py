@@ -41,11 +41,16 @@ _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 _LATENT = {"num_key_value_heads": 4, "head_dim": 4}
 _ROPES = {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("sliding_attention", "full_attention")}
 _QWEN4 = {
-    **{"layer_types": ["linear_attention", "indexed_attention"] * 2, "indexer_n_heads": 4, "indexer_kv_heads": 1},
-    **{"indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 2},
+    "layer_types": ["linear_attention", "indexed_attention"] * 2,
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
 }
 _LLAMA4 = {
-    **{"no_rope_layers": [1, 0] * 2, "layer_types": ["chunked_attention", "full_attention"] * 2},
+    "no_rope_layers": [1, 0] * 2,
+    "layer_types": ["chunked_attention", "full_attention"] * 2,
     "interleave_moe_layer_step": 2,
 }
 
@@ -55,24 +60,35 @@ CHANGES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("vaultgemma", "modernbert-decoder", "gemma4_unified_text"), _WINDOWS),
     **dict.fromkeys(("kimi_linear", "bailing_hybrid", "minimax", "olmo_hybrid"), _LINEAR),
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), _LINEAR),
-    **dict.fromkeys(("hunyuan_v1_dense", "ministral"), {"head_dim": 8}),
-    **dict.fromkeys(("big_bird", "bigbird_pegasus"), {"attention_type": "original_full"}),
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "ministral": {"head_dim": 8},
+    "big_bird": {"attention_type": "original_full"},
+    "bigbird_pegasus": {"attention_type": "original_full"},
     "afmoe": {"global_attn_every_n_layers": 2},
     "bamba": {"attn_layer_indices": [1, 3]},
     "cohere_compass_text": {**_WINDOWS, "rope_parameters": _ROPES},
     "dbrx": {
-        **{"n_heads": 4, "n_layers": 4, "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
+        "n_heads": 4,
+        "n_layers": 4,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
     },
     "deepseek_v2": {"num_experts_per_tok": 2},
     "deepseek_v4": {
-        **{"o_groups": 2, "o_lora_rank": 4, "num_key_value_heads": 1, "hc_mult": 2},
+        "o_groups": 2,
+        "o_lora_rank": 4,
+        "num_key_value_heads": 1,
+        "hc_mult": 2,
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
     },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "gemma3n_text": {
-        **{**_WINDOWS, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8, "laurel_rank": 4},
-        **{"intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.5, 0.0] * 2},
+        **_WINDOWS,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 4,
+        "intermediate_size": [48] * 4,
+        "activation_sparsity_pattern": [0.5, 0.0] * 2,
     },
     "gemma4_text": {**_WINDOWS, "hidden_size_per_layer_input": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
@@ -89,8 +105,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "mpt": {"expansion_ratio": 2},
     "nemotron": {"num_key_value_heads": 2},
     "nemotron_h": {
-        **{"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "mamba_num_heads": 8},
-        **{"mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2},
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 2,
     },
     "prophetnet": {"ngram": 2},
     "qwen4_exp_text": _QWEN4,
@@ -100,12 +119,20 @@ CHANGES: dict[str, dict[str, Any]] = {
     "xlstm": {"chunk_size": 16},
     "xmod": {"default_language": "en_XX"},
     "zamba": {
-        **{"attn_layer_period": 2, "attn_layer_offset": 1, "attention_hidden_size": 64, "attention_head_dim": 16},
-        **{"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_key_value_heads": 4},
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "num_key_value_heads": 4,
     },
     "zamba2": {
-        **{"layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 64, "adapter_rank": 4},
-        **{"attention_head_dim": 16, "n_mamba_heads": 8, "num_key_value_heads": 4},
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "attention_hidden_size": 64,
+        "adapter_rank": 4,
+        "attention_head_dim": 16,
+        "n_mamba_heads": 8,
+        "num_key_value_heads": 4,
     },
     "zaya": {"num_experts_per_tok": 1},
 }
@@ -162,5 +189,9 @@ def _reduced(default: Mapping[str, Any], kind: str = "") -> dict[str, Any]:
     if any("vocab_size" in key for key in reduced):
         pad = default.get("pad_token_id")
         is_possible = isinstance(pad, int) and 0 <= pad < VOCAB
-        reduced |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": pad if is_possible else None if pad is None else 0}
+        reduced |= {
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": pad if is_possible else None if pad is None else 0,
+        }
     return reduced

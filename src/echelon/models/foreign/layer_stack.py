@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from echelon.models.foreign.functional_dropout import counter_dropout
 from echelon.models.forward_parts.module_shell import Call, PartReached, Stub, make_shell, shallow_copy
 
-
 HIDDEN = "hidden_states"
 """the keyword by which transformers passes a layer's input"""
 
@@ -192,7 +191,8 @@ class LayerStack:
     def _layer_output(self, hidden: Tensor) -> Any:
         if issubclass(self.output_type, Tensor):
             return hidden
-        return self.output_type([hidden, *[None] * (self.output_length - 1)])
+        output = [hidden, *[None] * (self.output_length - 1)]
+        return tuple(output) if self.output_type is tuple else output
 
     def _stubs(self, like: Tensor) -> dict[str, nn.Module]:
         """Stubs of the modules before the layers."""

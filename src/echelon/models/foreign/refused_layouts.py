@@ -53,5 +53,7 @@ def find_layout_issues(model: ForeignCausalLM, layout: Layout) -> list[Validatio
     counts = {module.all_experts for module in model.modules() if isinstance(module, ForeignExperts)}
     if layout.ep > 1 and any(count % layout.ep for count in counts or {1}):
         has = f"{' and '.join(map(str, sorted(counts)))} experts" if counts else "no experts with stacked weights"
-        issues.append(ValidationIssue("ep", str(layout.ep), f"does not divide {name}, which has {has}", hint="use ep=1"))
+        issues.append(
+            ValidationIssue("ep", str(layout.ep), f"does not divide {name}, which has {has}", hint="use ep=1")
+        )
     return issues

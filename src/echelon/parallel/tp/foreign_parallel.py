@@ -40,7 +40,6 @@ from echelon.parallel.tp.tp_collectives import (
 from echelon.parallel.tp.vocab_cross_entropy import local_row_index, vocab_parallel_cross_entropy
 from echelon.rng import RandomSite
 
-
 BETWEEN, REGION, WHOLE = "between regions", "in a region", "in a module that stayed whole"
 """where a dropout is called"""
 
@@ -152,7 +151,10 @@ class ForeignSplitter(RegionSplitter):
             module.register_forward_hook(self._keep_slice)
         self.foreign.run_embedding = self._embed_whole
         for name, param in list(self.params.items()):
-            inside = any(name.startswith(f"{module}.") for module in (*whole, *sharded, *stack.before)) and name not in outside
+            inside = (
+                any(name.startswith(f"{module}.") for module in (*whole, *sharded, *stack.before))
+                and name not in outside
+            )
             if not inside and not param.splits and name == param.name:
                 self.update_param(name, partial_grad_axes=("tp",))
 
@@ -237,7 +239,9 @@ class ForeignSplitter(RegionSplitter):
         size = self.axis.size
         dim = (1 if x.dim() == 4 else 2) if where == REGION else 1
         is_slice = where == BETWEEN and self.is_sequence_parallel and x.dim() == 3
-        site.window = {dim: (self.axis.index * x.shape[dim], size * x.shape[dim])} if where == REGION or is_slice else {}
+        site.window = (
+            {dim: (self.axis.index * x.shape[dim], size * x.shape[dim])} if where == REGION or is_slice else {}
+        )
 
 
 def own_words(x: Tensor, axis: Any, rows: int) -> Tensor:
