@@ -165,6 +165,8 @@ def move_to_meta(model: nn.Module) -> None:
 
 def materialize_buffers(model: Any) -> None:
     """Give the buffers of a model on the meta device their values: frequencies, tables of positions, biases."""
+    owner: Any
+    module: Any
     for owner, module in _children_first(model, model):
         names = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
         for name in names:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +20,13 @@ from echelon.models.foreign.functional_dropout import RecordDropoutCalls
 from echelon.models.foreign.init_rules import materialize_buffers
 from echelon.models.foreign.layer_stack import HIDDEN, LayerStack, first_output, own_class, split_hidden
 from echelon.models.foreign.unfuse import RecordCuts, is_linear
+from echelon.models.foreign.usual_values import UsualValues
 from echelon.models.forward_parts.module_shell import PartReached, plain_attributes
 
 PROBE_ATTENTION = "echelon_shapes_only"
 PROBE_ROWS, PROBE_TOKENS = 2, 6
+MAX_NUMEL = 1 << 33
+"""parameters of a model that runs with values, if nothing else helps"""
 
 
 def find_layer_stack(model: nn.Module) -> LayerStack:
@@ -135,7 +138,7 @@ class _LayerProbe:
         self.recorder, self.cuts = RecordDropoutCalls(), RecordCuts()
         self.attention_calls: list[dict[str, dict[str, Any]]] = []
         self.attention_dropouts: list[list[int]] = []
-        self.attention, self.device = PROBE_ATTENTION, "meta"
+        self.attention, self.is_usual, self.device = PROBE_ATTENTION, False, "meta"
         self.names = {module: name for name, module in model.named_modules()}
 
     def run(self) -> None:
@@ -163,15 +166,16 @@ class _LayerProbe:
 
     def _forward(self) -> None:
         register_shapes_only_attention(self._record_attention)
-        model: Any = self.model
-        own = str(model.config._attn_implementation)
+        own = str(self.model.config._attn_implementation)  # type: ignore[union-attr]
+        attempts = [(PROBE_ATTENTION, False, "meta"), (own, True, "meta"), ("eager", True, "meta")]
+        if sum(parameter.numel() for parameter in self.model.parameters()) < MAX_NUMEL:
+            attempts += [(PROBE_ATTENTION, False, "cpu"), (own, False, "cpu")]
         error = None
-        # Masks of known attention read values, which tensors on meta do not have; masks of another are left out.
-        # Where code needs masks, or reads values that it has computed, there must be values.
-        for attention, device in ((PROBE_ATTENTION, "meta"), (own, "meta"), (PROBE_ATTENTION, "cpu"), (own, "cpu")):
-            if device == "cpu":
+        # Masks of an unknown attention are left out. Where code needs masks, or reads what it has computed, it finds
+        # usual values, and at last there are some.
+        for self.attention, self.is_usual, self.device in attempts:
+            if self.device == "cpu":
                 give_values(self.model)
-            self.attention, self.device = attention, device
             try:
                 self._attempt()
                 return
@@ -193,8 +197,14 @@ class _LayerProbe:
     def _tokens(self) -> Tensor:
         return torch.ones(PROBE_ROWS, PROBE_TOKENS, dtype=torch.int64, device=self.device)
 
-    def _chosen(self) -> AbstractContextManager[None]:
-        return implementations(self.model.config, attention=self.attention, experts="batched_mm")
+    @contextmanager
+    def _chosen(self) -> Iterator[None]:
+        experts = "batched_mm" if self.device == "meta" else "eager"  # one operator, or no copies of weights
+        with (
+            implementations(self.model.config, attention=self.attention, experts=experts),
+            UsualValues() if self.is_usual else nullcontext(),
+        ):
+            yield
 
     @property
     def problem(self) -> str:
@@ -214,24 +224,29 @@ class _LayerProbe:
         give_values(self.model)
         positions = torch.arange(PROBE_TOKENS).expand(PROBE_ROWS, -1)
         try:
-            return self._indices({}) == self._indices({"position_ids": positions})
+            counted, given = self._indices({}), self._indices({"position_ids": positions})
         except Exception:  # whatever a model's code raises
             return True
+        passed_on = [found for found in given if found not in counted]
+        return len(given) - len(passed_on) == len(counted) and all(
+            found[1] == positions.tolist() for found in passed_on
+        )
 
     def _indices(self, inputs: Mapping[str, Tensor]) -> list[Any]:
         """The whole numbers that modules are called with until the first layer."""
         found: list[Any] = []
+        names = {module: name for name, module in self.model.named_modules()}
 
         def record(module: nn.Module, args: Any, kwargs: Any) -> None:
             for value in (*args, *(kwargs[key] for key in sorted(kwargs))):
                 if isinstance(value, Tensor) and value.dtype in (torch.int64, torch.int32) and value.dim() == 2:
-                    found.append((self.names[module], value.expand(PROBE_ROWS, -1).tolist()))
-            if self.names[module].startswith(f"{self.path}."):
+                    found.append((names[module], value.expand(PROBE_ROWS, -1).tolist()))
+            if names[module].startswith(f"{self.path}."):
                 raise PartReached
 
         handles = [
             module.register_forward_pre_hook(record, with_kwargs=True)
-            for name, module in self.model.named_modules()
+            for module, name in names.items()
             if not any(True for _ in module.children()) or name.startswith(f"{self.path}.")
         ]
         tokens = torch.arange(3, 3 + PROBE_TOKENS).expand(PROBE_ROWS, -1)

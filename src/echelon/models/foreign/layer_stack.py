@@ -200,8 +200,8 @@ class LayerStack:
     def _layer_output(self, hidden: Tensor) -> Any:
         if issubclass(self.output_type, Tensor):
             return hidden
-        output: Any = self.output_type
-        return output([hidden, *[None] * (self.output_length - 1)])
+        output = [hidden, *[None] * (self.output_length - 1)]
+        return tuple(output) if self.output_type is tuple else output
 
     def _stubs(self, like: Tensor) -> dict[str, nn.Module]:
         """Stubs of the modules before the layers."""
