@@ -15,16 +15,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from echelon.models.traced.traced_graph import TracedOp
 from echelon.parallel.auto_sharding.elementwise_rules import reduced_dims
 from echelon.parallel.auto_sharding.op_facts import OpFacts
-from echelon.parallel.auto_sharding.shard_conversion import local_shape
+from echelon.parallel.auto_sharding.shard_conversion import local_shape, own_slice
 from echelon.parallel.auto_sharding.sharding import Sharding, Strategy, shard
 from echelon.parallel.comm.mesh_axis import MeshAxis
 from echelon.parallel.tp.vocab_cross_entropy import local_row_index, vocab_parallel_cross_entropy
+from echelon.rng import PartialDims
 
 VIEWS = ("view", "reshape", "_unsafe_view")
 LocalCall = Callable[..., Any]
@@ -119,10 +121,12 @@ def _vocab_cross_entropy(facts: OpFacts, axis: MeshAxis) -> LocalCall:
     return loss
 
 
-def dropout_window(op: TracedOp, state: Sharding, axis: MeshAxis) -> dict[int, tuple[int, int]]:
-    """The part of a dropout's tensor that a rank has: by dimension, its first index and the full size."""
+def dropout_window(op: TracedOp, state: Sharding, axis: MeshAxis) -> PartialDims:
+    """The part of a dropout's tensor that a rank has: by dimension, its first index or all of them, and the full size.
+    """
     if state.kind != "S":
         return {}
     size = op.shape[state.dim]
-    assert state.blocks == 1
-    return {state.dim: (axis.index * (size // axis.size), size)}
+    if state.blocks == 1:
+        return {state.dim: (axis.index * (size // axis.size), size)}
+    return {state.dim: (own_slice(torch.arange(size), shard(0, state.blocks), axis), size)}
