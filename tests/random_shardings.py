@@ -21,14 +21,12 @@ from echelon.models.traced.traced_graph import MODULE, PARAM, TracedGraph
 from echelon.parallel.auto_sharding.op_rules import shardable_ops
 from echelon.parallel.auto_sharding.shard_conversion import local_shape, own_slice
 from echelon.parallel.auto_sharding.sharded_runner import ShardedRunner
-from echelon.parallel.auto_sharding.sharding import ShardableOp, Sharding, Strategy, conversion
-from echelon.parallel.auto_sharding.sharding_problem import ShardingProblem
-from echelon.parallel.auto_sharding.solve_sharding import solve
+from echelon.parallel.auto_sharding.sharding import REPLICATE, ShardableOp, Sharding, Strategy, conversion
 from echelon.rng import Dropout, RandomStream, attach_stream
 
 WHOLE_SHARE = 0.1
-"""of draws that may take a strategy without any shard"""
-DRAWS = 2000
+"""of operators, those that may run whole; more where a draw ends in states that nothing can read"""
+DRAWS = 200
 
 
 @dataclass
@@ -85,8 +83,13 @@ class TracedCase:
     coverage: Coverage = field(default_factory=Coverage)
 
     @cached_property
+    def traced(self) -> Any:
+        """What derives a split of the module."""
+        return make_traceable(copy.deepcopy(self.model), self.inputs)
+
+    @cached_property
     def graph(self) -> TracedGraph:
-        graph: TracedGraph = make_traceable(copy.deepcopy(self.model), self.inputs).example_graph()
+        graph: TracedGraph = self.traced.example_graph()
         return graph
 
     @cached_property
@@ -111,16 +114,10 @@ class TracedCase:
     def draw(self, size: int, seed: int) -> list[Strategy]:
         """Legal strategies of all operators."""
         ops, numbers = self.ops(size), random.Random(seed)
-        for _ in range(DRAWS):
-            if (found := _draw(ops, numbers)) is not None:
+        for number in range(DRAWS):
+            if (found := _draw(ops, numbers, WHOLE_SHARE + number / DRAWS)) is not None:
                 return found
         raise AssertionError(f"no legal assignment in {DRAWS} draws")
-
-    def solved(self, size: int, link: Any, fixed: Mapping[int, Sharding] | None = None) -> list[Strategy]:
-        """The strategies that the solver chooses."""
-        problem = ShardingProblem(ops=self.ops(size))
-        answer = solve(problem, link, fixed=fixed or {})
-        return [op.strategies[number] for op, number in zip(problem.ops, answer.strategies, strict=True)]
 
     def run(self, strategies: Sequence[Strategy], size: int, dropped: str = "") -> list[StepResult]:
         """A step on each rank."""
@@ -143,24 +140,34 @@ class TracedCase:
         return {str(op.target): strategy.output for op, strategy in ops if op.kind == PARAM}
 
     def error(self, strategies: Sequence[Strategy], ranks: Sequence[StepResult]) -> float:
-        """The largest difference of any rank to the module, in outputs, gradients and buffers."""
-        states, errors = self.param_states(strategies), [0.0]
+        """The largest difference of any rank to the module."""
+        return max(self.errors(strategies, ranks).values())
+
+    def errors(self, strategies: Sequence[Strategy], ranks: Sequence[StepResult]) -> dict[str, float]:
+        """The differences of outputs, gradients and buffers, by name."""
+        states, errors = self.param_states(strategies), {"": 0.0}
+
+        def note(name: str, a: Tensor, b: Tensor, full: Tensor) -> None:
+            errors[name] = max(difference(a, b, full), errors.get(name, 0.0))
+
         for name, full in self.truth.gradients.items():
             state, held = states.get(name), [rank.gradients[name] for rank in ranks]
             if state is None:
                 continue
             if state.kind == "B":
-                errors.append(difference(sum(held, torch.zeros_like(full)), full, full))
+                note(name, sum(held, torch.zeros_like(full)), full, full)
                 continue
             for index, local in enumerate(held):
-                errors.append(difference(local, slice_of(full, state, index, len(ranks)), full))
+                note(name, local, slice_of(full, state, index, len(ranks)), full)
         for rank in ranks:
-            errors += [difference(a, b, b) for a, b in zip(rank.outputs, self.truth.outputs, strict=True)]
-            errors += [difference(rank.buffers[name], b, b) for name, b in self.truth.buffers.items()]
-        return max(errors)
+            for number, (a, b) in enumerate(zip(rank.outputs, self.truth.outputs, strict=True)):
+                note(f"output {number}", a, b, b)
+            for name, b in self.truth.buffers.items():
+                note(name, rank.buffers[name], b, b)
+        return errors
 
 
-def _draw(ops: Sequence[ShardableOp], numbers: random.Random) -> list[Strategy] | None:
+def _draw(ops: Sequence[ShardableOp], numbers: random.Random, whole_share: float) -> list[Strategy] | None:
     chosen: list[Strategy] = []
     for op in ops:
         legal = [
@@ -171,7 +178,8 @@ def _draw(ops: Sequence[ShardableOp], numbers: random.Random) -> list[Strategy] 
         if not legal:
             return None
         divided = [s for s in legal if any(state.kind in "SP" for state in (*s.inputs, s.output))]
-        chosen.append(numbers.choice(legal if not divided or numbers.random() < WHOLE_SHARE else divided))
+        whole = [s for s in legal if s.output == REPLICATE and s not in divided]
+        chosen.append(numbers.choice((numbers.random() < whole_share and whole) or divided or legal))
     return chosen
 
 

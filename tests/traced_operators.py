@@ -1,4 +1,4 @@
-"""Small modules that run one family of operators each, for the rules of sharding: beside what traced_modules.py uses."""
+"""Small modules that run one family of operators each, for the rules of sharding."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class Operators(nn.Module):
         for number, (name, shape) in enumerate(shapes.items()):
             values = torch.randn(shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64) / 2
             setattr(self, name, nn.Parameter(values))
+        self.drop = nn.Dropout(0.3)
 
     def forward(self, x: Tensor, ids: Tensor) -> Any:
         return self.function(self, x, ids)
@@ -253,6 +254,7 @@ OPERATORS: dict[str, Operators] = {
         a=(TIME, WIDTH),
     ),
     "softmax": Operators(lambda m, x, ids: F.linear(x, m.w).softmax(1) * F.linear(x, m.w).log_softmax(-1), **SQUARE),
+    "dropped": Operators(lambda m, x, ids: m.drop(F.linear(x, m.w)) * m.u, **SQUARE, u=(WIDTH,)),
     "number": Operators(lambda m, x, ids: F.linear(x, m.w) * m.w.detach().sum().item(), **SQUARE),
     "without-gradient": Operators(without_gradient, **SQUARE),
     "quantized": Operators(quantized, **SQUARE),
@@ -269,3 +271,24 @@ OPERATORS: dict[str, Operators] = {
     ),
     "scalar": Operators(lambda m, x, ids: F.linear(x, m.w) * m.s + m.s.exp(), **SQUARE, s=()),
 }
+
+
+class Family(nn.Module):
+    """Several of them, which is faster to trace."""
+
+    def __init__(self, members: dict[str, Operators]):
+        super().__init__()
+        self.members = nn.ModuleDict(members)
+
+    def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+        results: list[Tensor] = []
+        for member in self.members.values():
+            out = member(x, ids)
+            results += [out] if isinstance(out, Tensor) else out
+        return tuple(results)
+
+
+def families() -> list[Family]:
+    """All of them, in modules of a few."""
+    names = list(OPERATORS)
+    return [Family({name: OPERATORS[name] for name in names[first : first + 8]}) for first in range(0, len(names), 8)]

@@ -126,10 +126,12 @@ def _detach_without_grad(program: torch.export.ExportedProgram) -> None:
         if block.target is not torch.ops.higher_order.wrap_with_set_grad_enabled or block.args[0]:
             continue
         for result in block.users:
+            readers = [user for user in result.users if user.op != "output"]
             with graph.inserting_after(result):
                 detached = graph.call_function(torch.ops.aten.detach.default, (result,))
             detached.meta.update(result.meta)
-            result.replace_all_uses_with(detached, lambda user: user.op != "output" and user is not detached)
+            for reader in readers:
+                reader.replace_input_with(result, detached)
     program.graph_module.recompile()
 
 

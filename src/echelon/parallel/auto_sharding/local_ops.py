@@ -130,7 +130,7 @@ def _vocab_cross_entropy(facts: OpFacts, axis: MeshAxis) -> LocalCall:
 
 
 def dropout_window(op: TracedOp, state: Sharding, axis: MeshAxis) -> PartialDims:
-    """The part of a dropout's tensor that a rank has: by dimension, its first index or all of them, and the full size."""
+    """The part of a dropout's tensor that a rank has: by dimension, its first index or all, and the full size."""
     if state.kind != "S":
         return {}
     size = op.shape[state.dim]

@@ -10,6 +10,7 @@ be worth dividing. `plan` prices the split on the cluster that it is asked about
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from echelon.layout.placement import DimSplit, LogicalParam
 from echelon.models.traced.graph_model import GraphModel
 from echelon.models.traced.graph_trace import UntraceableError
-from echelon.models.traced.traced_graph import CALL, PARAM, Segment, TracedGraph
+from echelon.models.traced.traced_graph import CALL, INPUT, PARAM, Segment, TracedGraph
 from echelon.parallel.auto_sharding.op_rules import shardable_ops
 from echelon.parallel.auto_sharding.sharded_runner import ShardedRunner
 from echelon.parallel.auto_sharding.sharding import ShardableOp, Sharding, Strategy
@@ -67,7 +68,8 @@ class ModuleSplit:
 
 def reference_link(graph: TracedGraph, size: int) -> AxisLink:
     """See [Note: the machine that a split is chosen for]."""
-    widths = [graph.ops[op.inputs[0]].shape[-1] for op in graph.ops if op.kind == CALL and op.op == "linear"]
+    products = [op for op in graph.ops if op.kind == CALL and (op.op == "linear" or op.op.startswith("conv"))]
+    widths = [math.prod(graph.ops[op.inputs[1]].shape[1:]) for op in products]
     scale = min(max(widths, default=REFERENCE_WIDTH) / REFERENCE_WIDTH, 1.0)
     return AxisLink(
         size=size,
@@ -105,17 +107,22 @@ def _dropouts(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, module in model.named_modules() if isinstance(module, Dropout | nn.Dropout))
 
 
-def _varying_dims(model: GraphModel, graph: TracedGraph) -> dict[int, tuple[int, ...]]:
+def _varying_dims(model: GraphModel, graph: TracedGraph, *, training: bool = True) -> dict[int, tuple[int, ...]]:
     """Dimensions of each operator's result whose size depends on the number of rows of a batch."""
-    rows = next((len(v) for v in model.example_inputs.values() if isinstance(v, Tensor) and v.dim()), 0)
+    shapes = {op.name: op.shape for op in graph.ops if op.kind == INPUT}
+    given = {
+        key: value.new_empty(shapes.get(key, value.shape)) if isinstance(value, Tensor) else value
+        for key, value in model.example_inputs.items()
+    }
+    rows = next((len(value) for value in given.values() if isinstance(value, Tensor) and value.dim()), 0)
     more = {
         key: torch.cat((value, value[:1]))
         if isinstance(value, Tensor) and value.dim() and len(value) == rows
         else value
-        for key, value in model.example_inputs.items()
+        for key, value in given.items()
     }
     try:
-        other = model.graph_of(more, training=True)
+        other = model.graph_of(more, training=training)
     except UntraceableError:
         return {}
     if other.signature() != graph.signature():
@@ -192,6 +199,10 @@ def _runner_factory(
         ops = shardable_ops(graph, axis.size, dropouts=dropouts, whole_between_layers=not sequence_parallel)
         if all(op.name in names and names[op.name] in op.strategies for op in ops):
             return ShardedRunner(graph, [names[op.name] for op in ops], axis)
+        varying = _varying_dims(model, graph, training=model.training)
+        ops = shardable_ops(
+            graph, axis.size, dropouts=dropouts, varying=varying, whole_between_layers=not sequence_parallel
+        )
         problem = ShardingProblem(ops=ops, repeats=find_repeats(graph, ops))
         fixed = {i: split.param_states[op.param] for i, op in enumerate(ops) if op.param in split.param_states}
         solved = solve(problem, split.link, fixed=fixed, time_limit_s=TIME_LIMIT)
