@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -32,8 +33,8 @@ NAMED_BY_MODULE = frozenset(
     ("linear", "embedding", "layer_norm", "rms_norm", "group_norm", "conv1d", "conv2d", "conv3d")
 )
 """operators that a module of torch consists of"""
-RANDOM_OPS = ("rand", "randn", "randint", "randperm", "bernoulli", "normal", "uniform", "multinomial", "dropout")
-"""words of operators that draw from torch's own generator"""
+DROPOUT_RATES, DROPOUT_SWITCHES = ("p", "dropout", "dropout_p"), ("train", "training")
+"""arguments with which an operator draws nothing: a rate of zero, a switch that is off"""
 KIND_OF_INPUT = {
     InputKind.PARAMETER: PARAM,
     InputKind.BUFFER: BUFFER,
@@ -81,12 +82,15 @@ def trace(template: nn.Module, inputs: Mapping[str, Any]) -> TracedGraph:
         key: torch.empty_like(value, device="cpu") if isinstance(value, Tensor) else value
         for key, value in inputs.items()
     }
-    with modules_as_calls(template) as calls, warnings.catch_warnings():
+    with modules_as_calls(template) as calls, _refuse_own_backward(template), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.export announces changes of its own
         try:
             program = torch.export.export(template, (), on_cpu, strict=False)
+            _detach_without_grad(program)
             # Without a table this decomposes nothing: it replaces in-place operators by those that return a new tensor.
             program = program.run_decompositions({})
+        except UntraceableError:
+            raise
         except Exception as error:  # whatever a user's code raises without values
             first = str(error).strip().splitlines() or [""]
             raise UntraceableError(
@@ -95,6 +99,40 @@ def trace(template: nn.Module, inputs: Mapping[str, Any]) -> TracedGraph:
             ) from error
     device = next((value.device for value in inputs.values() if isinstance(value, Tensor)), torch.device("cpu"))
     return _read_program(template, program, tuple(calls), device)
+
+
+@contextmanager
+def _refuse_own_backward(template: nn.Module) -> Iterator[None]:
+    """Refuse functions with a backward of their own: a trace has their forward alone."""
+
+    def refuse(cls: type, *_args: Any, **_kwargs: Any) -> None:
+        raise UntraceableError(
+            f"the forward of {type(template).__name__} calls {cls.__qualname__}, an autograd.Function, whose backward "
+            "is no part of a trace; use torch's operators, or torch.library.custom_op with register_autograd"
+        )
+
+    apply = torch.autograd.Function.__dict__["apply"]
+    torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = apply
+
+
+def _detach_without_grad(program: torch.export.ExportedProgram) -> None:
+    """Detach what a block of `torch.no_grad()` gives to the rest: the blocks themselves are lost in the next pass."""
+    graph = program.graph_module.graph
+    for block in graph.nodes:
+        if block.target is not torch.ops.higher_order.wrap_with_set_grad_enabled or block.args[0]:
+            continue
+        for result in block.users:
+            readers = [user for user in result.users if user.op != "output"]
+            with graph.inserting_after(result):
+                detached = graph.call_function(torch.ops.aten.detach.default, (result,))
+            detached.meta.update(result.meta)
+            for reader in readers:
+                reader.replace_input_with(result, detached)
+    program.graph_module.recompile()
 
 
 def _read_program(
@@ -151,7 +189,7 @@ class _ProgramReader:
         kind = KIND_OF_INPUT[spec.kind]
         name = self.input_names[node.name] if kind == INPUT else str(spec.target)
         trains = kind == PARAM and name in self.trainable
-        return TracedOp(name=name, kind=kind, target=name, is_differentiable=trains, **_result(node))
+        return TracedOp(name=name, kind=kind, target=name, is_differentiable=trains, **_result(self.template, node))
 
     def _call(self, node: torch.fx.Node) -> TracedOp:
         args, kwargs = _with_refs((node.args, dict(node.kwargs)), self.index_of, self.device)
@@ -162,6 +200,7 @@ class _ProgramReader:
             target, kwargs, args = self.calls[args[1]].module, {"call": args[1]}, (args[0],)
             path = target
         _refuse_random(self.template, node)
+        result = _result(self.template, node)
         op = TracedOp(
             name=node.name,
             kind=MODULE if is_module else CALL,
@@ -170,9 +209,14 @@ class _ProgramReader:
             kwargs=kwargs,
             layer=next((layer for layer in self.layers if path == layer or path.startswith(f"{layer}.")), ""),
             module=path,
-            **_result(node),
+            **result,
         )
-        flows = op.dtype.is_floating_point and node.target is not torch.ops.aten.detach.default
+        # A result that is no tensor, as of item(), has no gradient.
+        flows = (
+            bool(result)
+            and (op.dtype.is_floating_point or op.dtype.is_complex)
+            and node.target is not torch.ops.aten.detach.default
+        )
         depends = flows and (is_module or any(self.ops[index].is_differentiable for index in op.inputs))
         return replace(op, name=self._readable_name(op), is_differentiable=depends)
 
@@ -212,16 +256,21 @@ def _input_names(program: torch.export.ExportedProgram) -> list[str]:
     return [key for key, value in kwargs.items() if isinstance(value, Tensor)]
 
 
-def _result(node: torch.fx.Node) -> dict[str, Any]:
+def _result(template: nn.Module, node: torch.fx.Node) -> dict[str, Any]:
     """Shape and dtype of a node's result, or of the first of several."""
     value = node.meta.get("val")
     tensors = [item for item in (value if isinstance(value, tuple | list) else (value,)) if isinstance(item, Tensor)]
     if not tensors:
         return {}
+    if any(not isinstance(size, int) for tensor in tensors for size in tensor.shape):
+        raise UntraceableError(
+            f"the forward of {type(template).__name__} makes a tensor whose size depends on values ({node.name} in "
+            f"{_module_path(node) or 'its forward'}); let shapes depend on sizes alone, as torch.where does"
+        )
     return {
-        "shape": tuple(int(size) for size in tensors[0].shape),
+        "shape": tuple(tensors[0].shape),
         "dtype": tensors[0].dtype,
-        "num_elements": sum(int(tensor.numel()) for tensor in tensors),
+        "num_elements": sum(tensor.numel() for tensor in tensors),
     }
 
 
@@ -245,9 +294,13 @@ def _module_path(node: torch.fx.Node) -> str:
 
 
 def _refuse_random(template: nn.Module, node: torch.fx.Node) -> None:
-    name: str = getattr(node.target, "__name__", "").partition(".")[0]
-    draws = any(name == word or name in (f"native_{word}", f"{word}_like") for word in RANDOM_OPS)
-    if draws and not (name == "native_dropout" and node.args[1] == 0):
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return
+    normalized = node.normalized_arguments(template, normalize_to_only_use_kwargs=True)
+    settings = normalized.kwargs if normalized else {}
+    is_off = any(settings.get(key, True) is False for key in DROPOUT_SWITCHES)
+    if not is_off and all(settings.get(key) != 0 for key in DROPOUT_RATES):
+        name = getattr(node.target, "__name__", "").partition(".")[0]
         raise UntraceableError(
             f"the forward of {type(template).__name__} draws random numbers from torch's own generator ({name} in "
             f"{_module_path(node) or 'its forward'}); use nn.Dropout or echelon.RandomDraws, which every layout repeats"

@@ -86,7 +86,8 @@ def replace_refs(value: Any, resolve: Callable[[int], Any]) -> Any:
     if isinstance(value, ValueRef):
         return resolve(value.index)
     if isinstance(value, tuple):
-        return tuple(replace_refs(item, resolve) for item in value)
+        items = tuple(replace_refs(item, resolve) for item in value)
+        return type(value)(*items) if hasattr(value, "_fields") else items
     if isinstance(value, list):
         return [replace_refs(item, resolve) for item in value]
     if isinstance(value, Mapping):

@@ -16,7 +16,7 @@ from echelon.parallel.auto_sharding.sharding import BROADCAST, PARTIAL, Sharding
 
 _ELEMENTWISE = """
     abs acos acosh add addcdiv addcmul alias asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or
-    bitwise_xor ceil celu clamp clamp_max clamp_min clone contiguous copy copysign cos cosh deg2rad detach div elu
+    bitwise_xor ceil celu clamp clamp_max clamp_min clone contiguous copy_of copysign cos cosh deg2rad detach div elu
     eq erf erfc erfinv exp exp2 expm1 fill floor floor_divide fmod frac ge gelu gt hardsigmoid hardswish hardtanh
     hypot isfinite isinf isnan le leaky_relu lerp lgamma log log10 log1p log2 log_sigmoid logaddexp logical_and
     logical_not logical_or logical_xor logit lt masked_fill maximum minimum mish mul nan_to_num ne neg pow real

@@ -83,6 +83,8 @@ def einsum(facts: OpFacts) -> Iterator[OpStrategy]:
 def convolution(facts: OpFacts) -> Iterator[OpStrategy]:
     """Channels are sharded as the features of a linear are; those of groups with their groups."""
     weight, has_bias = facts.shape_of(1), len(facts.operands) == 3
+    if len(facts.shape_of(0)) != len(weight):  # one image, without a dimension of images
+        return
     groups = int(facts.arg(6, "groups", 1))
     if (groups == 1 or groups % facts.num_ranks == 0) and facts.divides(weight[0]):
         x = BROADCAST if groups == 1 else shard(1)
@@ -120,6 +122,8 @@ def attention(facts: OpFacts) -> Iterator[OpStrategy]:
 def embedding(facts: OpFacts) -> Iterator[OpStrategy]:
     """Rows of the table: vocabulary-parallel, a rank without the row adds zeros. Columns, or tokens."""
     table, ids = facts.shape_of(0), facts.shape_of(1)
+    if facts.arg(3, "scale_grad_by_freq", False):  # counts all tokens
+        return
     if facts.divides(table[0]):
         yield sharded([shard(0), REPLICATE], PARTIAL, facts)
     if facts.divides(table[1]):
@@ -131,6 +135,7 @@ def embedding(facts: OpFacts) -> Iterator[OpStrategy]:
 def cross_entropy(facts: OpFacts) -> Iterator[OpStrategy]:
     """Over a sharded vocabulary no rank gathers the logits (vocab_cross_entropy.py); over tokens the sum is partial."""
     logits, is_plain = facts.shape_of(0), len(facts.operands) == 2 and not facts.arg(5, "label_smoothing", 0.0)
+    is_plain = is_plain and not facts.operands[1].dtype.is_floating_point  # probabilities
     reduce = int(facts.arg(3, "reduction", 1))
     if not is_plain or len(logits) != 2 or int(facts.arg(4, "ignore_index", -100)) != -100:
         return
@@ -154,8 +159,10 @@ def gather(facts: OpFacts) -> Iterator[OpStrategy]:
 
 def interpolate(facts: OpFacts) -> Iterator[OpStrategy]:
     """Pooling and resizing of images: sharded over images or channels."""
+    if len(facts.shape) != (3 if facts.op.op.endswith("1d") else 4):  # one image
+        return
     for dim in (0, 1):
-        if len(facts.shape) > 2 and facts.divides(facts.shape[dim]) and facts.shape_of(0)[dim] == facts.shape[dim]:
+        if facts.divides(facts.shape[dim]) and facts.shape_of(0)[dim] == facts.shape[dim]:
             yield sharded([shard(dim)], shard(dim), facts)
 
 
@@ -186,7 +193,7 @@ RULES: dict[str, Rule] = {
             "upsample_nearest2d",
             "upsample_bilinear2d",
             "upsample_nearest1d",
-            "pixel_shuffle_",
+            "pixel_shuffle",
         ),
         interpolate,
     ),

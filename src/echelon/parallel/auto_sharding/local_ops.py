@@ -15,16 +15,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from echelon.models.traced.traced_graph import TracedOp
 from echelon.parallel.auto_sharding.elementwise_rules import reduced_dims
 from echelon.parallel.auto_sharding.op_facts import OpFacts
-from echelon.parallel.auto_sharding.shard_conversion import local_shape
+from echelon.parallel.auto_sharding.shape_rules import is_reshape
+from echelon.parallel.auto_sharding.shard_conversion import local_shape, own_slice
 from echelon.parallel.auto_sharding.sharding import Sharding, Strategy, shard
 from echelon.parallel.comm.mesh_axis import MeshAxis
 from echelon.parallel.tp.vocab_cross_entropy import local_row_index, vocab_parallel_cross_entropy
+from echelon.rng import PartialDims
 
 VIEWS = ("view", "reshape", "_unsafe_view")
 LocalCall = Callable[..., Any]
@@ -37,7 +40,9 @@ def local_call(facts: OpFacts, strategy: Strategy, axis: MeshAxis) -> LocalCall:
     state = dict(zip(op.inputs, strategy.inputs, strict=True))
     first = state.get(op.inputs[0]) if op.inputs else None
     own_shape = local_shape(op.shape, strategy.output, axis.size)
-    if op.op in VIEWS:  # a slice may lie in memory otherwise than the whole did: reshape copies where it must
+    if op.op in VIEWS and is_reshape(
+        facts
+    ):  # a slice may lie in memory otherwise than the whole did: reshape copies where it must
         return lambda x, *_shape: x.reshape(own_shape)
     if op.op == "expand":
         return _with_arg(target, 1, list(own_shape))
@@ -58,7 +63,7 @@ def local_call(facts: OpFacts, strategy: Strategy, axis: MeshAxis) -> LocalCall:
     if op.op == "linear" and strategy.output.kind == "P" and first.kind == "S":
         return _biased_once(lambda x, weight: F.linear(x, weight), (-1,), axis)
     if op.op == "embedding" and strategy.output.kind == "P" and first.kind == "S":
-        return _vocab_lookup(facts.shape_of(0)[0], axis)
+        return _vocab_lookup(facts, axis)
     if op.op == "cross_entropy_loss" and first.kind == "S" and first.dim == 1:
         return _vocab_cross_entropy(facts, axis)
     if op.op == "mean" and first.kind == "S" and first.dim in reduced_dims(facts):
@@ -98,11 +103,16 @@ def _convolution(facts: OpFacts, strategy: Strategy, axis: MeshAxis) -> LocalCal
     return target  # type: ignore[no-any-return]
 
 
-def _vocab_lookup(vocab_size: int, axis: MeshAxis) -> LocalCall:
+def _vocab_lookup(facts: OpFacts, axis: MeshAxis) -> LocalCall:
+    vocab_size, padding = facts.shape_of(0)[0], int(facts.arg(2, "padding_idx", -1))
+
     def lookup(table: Tensor, ids: Tensor, *_others: Any) -> Tensor:
         rows = table.shape[0]
         local, is_remote = local_row_index(ids, axis.index * rows, rows, vocab_size)
-        return F.embedding(local, table).masked_fill(is_remote[..., None], 0.0)
+        found = F.embedding(local, table).masked_fill(is_remote[..., None], 0.0)
+        if padding < 0:
+            return found
+        return torch.where((ids == padding)[..., None], found.detach(), found)  # its row has no gradient
 
     return lookup
 
@@ -119,10 +129,11 @@ def _vocab_cross_entropy(facts: OpFacts, axis: MeshAxis) -> LocalCall:
     return loss
 
 
-def dropout_window(op: TracedOp, state: Sharding, axis: MeshAxis) -> dict[int, tuple[int, int]]:
-    """The part of a dropout's tensor that a rank has: by dimension, its first index and the full size."""
+def dropout_window(op: TracedOp, state: Sharding, axis: MeshAxis) -> PartialDims:
+    """The part of a dropout's tensor that a rank has: by dimension, its first index or all, and the full size."""
     if state.kind != "S":
         return {}
     size = op.shape[state.dim]
-    assert state.blocks == 1
-    return {state.dim: (axis.index * (size // axis.size), size)}
+    if state.blocks == 1:
+        return {state.dim: (axis.index * (size // axis.size), size)}
+    return {state.dim: (own_slice(torch.arange(size), shard(0, state.blocks), axis), size)}

@@ -45,11 +45,18 @@ def view_groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[
 
 def view(facts: OpFacts) -> Iterator[OpStrategy]:
     """See [Note: a view of a sharded dimension]."""
+    if not is_reshape(facts):
+        return
     before, after = facts.shape_of(0), facts.shape
     for left, right in view_groups(before, after):
         for source, target in _view_states(before, after, left, right, facts):
             yield sharded([source], target, facts)
     yield from linear_in_one(facts)
+
+
+def is_reshape(facts: OpFacts) -> bool:
+    """Whether a view changes the shape; another changes the dtype."""
+    return isinstance(facts.arg(1), list | tuple)
 
 
 def _view_states(
@@ -144,10 +151,24 @@ def _own_dims(facts: OpFacts) -> list[int]:
         return list(facts.arg(2, "dims", range(len(facts.shape))))
     if name in ("tril", "triu"):
         return [-1, -2]
-    if name == "constant_pad_nd":
-        pads = facts.arg(1, "pad")
-        return [-1 - index // 2 for index in range(0, len(pads), 2)]
     return list(range(len(facts.shape_of(0))))
+
+
+def pad(facts: OpFacts) -> Iterator[OpStrategy]:
+    """Along dimensions that stay whole. A partial sum would get a value other than zero from every rank."""
+    rank, pads = len(facts.shape), facts.arg(1, "pad")
+    value = facts.arg(3 if facts.op.op == "pad" else 2, "value", 0)
+    own = {rank - 1 - index // 2 for index in range(len(pads))}
+    for strategy in _through(facts, {dim: dim for dim in range(rank)}, keep=tuple(own)):
+        if strategy.output != PARTIAL or not value:
+            yield strategy
+
+
+def broadcast_tensors(facts: OpFacts) -> Iterator[OpStrategy]:
+    """Of equal shapes, which it changes nothing of."""
+    if all(operand.shape == facts.shape for operand in facts.operands):
+        for _dim, state in dim_states(facts, facts.shape):
+            yield sharded([state] * len(facts.operands), state, facts)
 
 
 def select(facts: OpFacts) -> Iterator[OpStrategy]:
@@ -191,8 +212,13 @@ def concatenate(facts: OpFacts) -> Iterator[OpStrategy]:
 
 
 def take(facts: OpFacts) -> Iterator[OpStrategy]:
-    """One of several results."""
-    yield from _through(facts, {dim: dim for dim in range(len(facts.shape_of(0)))})
+    """One of several results, which may differ in size."""
+    for dim, state in dim_states(facts, facts.shape):
+        yield sharded([state], state, facts)
+        for blocks in (2, 3):
+            if facts.divides(facts.shape[dim], blocks):
+                yield sharded([shard(dim, blocks)], shard(dim, blocks), facts)
+    yield from linear_in_one(facts)
 
 
 def scatter_slice(facts: OpFacts) -> Iterator[OpStrategy]:
@@ -222,7 +248,9 @@ RULES: dict[str, Rule] = {
     "unsqueeze": unsqueeze,
     "squeeze": squeeze,
     "expand": expand,
-    **dict.fromkeys(("slice", "flip", "roll", "tril", "triu", "constant_pad_nd"), along_one),
+    **dict.fromkeys(("slice", "flip", "roll", "tril", "triu"), along_one),
+    **dict.fromkeys(("pad", "constant_pad_nd"), pad),
+    "broadcast_tensors": broadcast_tensors,
     "select": select,
     **dict.fromkeys(("split", "split_with_sizes"), split),
     "unbind": unbind,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +13,12 @@ from echelon.parallel.comm.autograd_collective import with_backward
 from echelon.parallel.comm.mesh_axis import MeshAxis
 
 
-def convert(x: Any, source: Sharding, target: Sharding, axis: MeshAxis) -> Any:
-    """Return what this rank holds in `target` of a tensor of which it holds `x` in `source`; of each of several."""
+def convert(x: Tensor, source: Sharding, target: Sharding, axis: MeshAxis) -> Tensor:
+    """Return what this rank holds in `target` of a tensor of which it holds `x` in `source`."""
     if source == target:
         return x
-    if isinstance(x, tuple | list):
-        return tuple(convert(item, source, target, axis) for item in x)
+    if x.is_complex():  # collectives move real numbers
+        return torch.view_as_complex(convert(torch.view_as_real(x), source, target, axis).contiguous())
     forward, backward = _exchanges(source, target, axis)
     return with_backward(x, forward, backward) if x.requires_grad else forward(x)
 

@@ -10,6 +10,7 @@ be worth dividing. `plan` prices the split on the cluster that it is asked about
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from echelon.layout.placement import DimSplit, LogicalParam
-from echelon.models.traced.graph_model import EXAMPLE_ROWS, GraphModel, with_rows
+from echelon.models.traced.graph_model import GraphModel, with_rows
 from echelon.models.traced.graph_trace import UntraceableError
-from echelon.models.traced.traced_graph import CALL, PARAM, Segment, TracedGraph
+from echelon.models.traced.traced_graph import CALL, INPUT, PARAM, Segment, TracedGraph
 from echelon.parallel.auto_sharding.divided_weights import divide_weights
 from echelon.parallel.auto_sharding.op_rules import shardable_ops
 from echelon.parallel.auto_sharding.sharded_runner import ShardedRunner
@@ -79,7 +80,8 @@ class ModuleSplit:
 
 def reference_link(graph: TracedGraph, size: int) -> AxisLink:
     """See [Note: the machine that a split is chosen for]."""
-    widths = [graph.ops[op.inputs[0]].shape[-1] for op in graph.ops if op.kind == CALL and op.op == "linear"]
+    products = [op for op in graph.ops if op.kind == CALL and (op.op == "linear" or op.op.startswith("conv"))]
+    widths = [math.prod(graph.ops[op.inputs[1]].shape[1:]) for op in products]
     scale = min(max(widths, default=REFERENCE_WIDTH) / REFERENCE_WIDTH, 1.0)
     return AxisLink(
         size=size,
@@ -129,11 +131,17 @@ def _dropouts(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, module in model.named_modules() if isinstance(module, Dropout | nn.Dropout))
 
 
-def _varying_dims(model: GraphModel, graph: TracedGraph) -> dict[int, tuple[int, ...]]:
+def _varying_dims(model: GraphModel, graph: TracedGraph, *, training: bool = True) -> dict[int, tuple[int, ...]]:
     """Dimensions of each operator's result whose size depends on the number of rows of a batch."""
-    more = with_rows(model.example_inputs, EXAMPLE_ROWS + 1)
+    shapes = {op.name: op.shape for op in graph.ops if op.kind == INPUT}
+    given = {
+        key: value.new_empty(shapes.get(key, value.shape)) if isinstance(value, Tensor) else value
+        for key, value in model.example_inputs.items()
+    }
+    rows = next((len(value) for value in given.values() if isinstance(value, Tensor) and value.dim()), 0)
+    more = with_rows(given, rows + 1)
     try:
-        other = model.graph_of(more, training=True)
+        other = model.graph_of(more, training=training)
     except UntraceableError:
         return {}
     if other.signature() != graph.signature():
@@ -204,15 +212,14 @@ def _runner_factory(
 ) -> Callable[[TracedGraph], ShardedRunner]:
     """Make the runner of each graph: by the strategies of the example's, or by new ones for its own sizes."""
     names = [op.name for op in split.problem.ops]
-    varying = _varying_dims(model, model.example_graph())
-    by_name = {op.name: varying[i] for i, op in enumerate(model.example_graph().ops) if i in varying}
 
     def make(graph: TracedGraph) -> ShardedRunner:
-        varies = {i: by_name[op.name] for i, op in enumerate(graph.ops) if op.name in by_name}
-        problem = _problem(model, graph, axis.size, sequence_parallel=sequence_parallel, varying=varies)
+        problem = _problem(model, graph, axis.size, sequence_parallel=sequence_parallel)
         chosen = split.strategies
         is_same = [op.name for op in problem.ops] == names
         if not is_same or any(strategy not in op.strategies for op, strategy in zip(problem.ops, chosen, strict=True)):
+            varying = _varying_dims(model, graph, training=model.training)
+            problem = _problem(model, graph, axis.size, sequence_parallel=sequence_parallel, varying=varying)
             states = split.param_states
             fixed = {i: states[op.param] for i, op in enumerate(problem.ops) if op.param in states}
             solved = solve(problem, split.link, fixed=fixed, time_limit_s=TIME_LIMIT)

@@ -31,6 +31,8 @@ class ShardedRunner(OpRunner):
     def run(self, index: int, read: Callable[[int], Any], model: nn.Module, cache: dict[Any, Any]) -> Any:
         op, strategy = self.graph.ops[index], self.strategies[index]
         wanted = dict(zip(op.inputs, strategy.inputs, strict=True))
+        if op.op == "getitem":  # of several results, which may differ in size, only this one moves
+            return self._convert(op.inputs[0], read(op.inputs[0])[op.args[1]], strategy.output)
 
         def converted(source: int) -> Any:
             key = (source, wanted[source])
