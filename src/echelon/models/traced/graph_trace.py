@@ -112,11 +112,12 @@ def _refuse_own_backward(template: nn.Module) -> Iterator[None]:
         )
 
     apply = torch.autograd.Function.__dict__["apply"]
-    torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[assignment]
+    function: Any = torch.autograd.Function
+    function.apply = classmethod(refuse)
     try:
         yield
     finally:
-        torch.autograd.Function.apply = apply
+        function.apply = apply
 
 
 def _detach_without_grad(program: torch.export.ExportedProgram) -> None:

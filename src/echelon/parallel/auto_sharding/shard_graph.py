@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from echelon.layout.placement import DimSplit, LogicalParam
 from echelon.models.traced.graph_model import GraphModel, with_rows
