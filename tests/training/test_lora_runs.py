@@ -27,6 +27,8 @@ from echelon.parallel.parallel_options import ParallelOptions
 from echelon.training.engine import Engine
 from echelon.training.loop import train_on_rank
 from echelon.training.run.resume import resumed_config
+from echelon.training.start_training import load_config
+from echelon.verification.verify_request import VerifyRequest
 
 LORA = {"model": "llama-tiny", "lora.rank": 2, "lora.train": "norm1", "steps": 2, "checkpoint.every": 2}
 
@@ -141,12 +143,19 @@ def test_frozen_weights_have_no_states_and_no_gradients(pool: RankPool, layout: 
         ({"layout": "tp=4,tp_kind=2d"}, "has no adapters on tensor grids (tp_kind=2d)"),
     ],
 )
-def test_a_wrong_key_is_refused_before_a_process_starts(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
-    layout = str(settings.get("layout", "dp=1"))
-    others = {key: value for key, value in settings.items() if key != "layout"}
+def test_a_wrong_key_is_refused_before_a_process_starts(settings: dict[str, Any], message: str) -> None:
+    given = {"model": "llama-tiny", "lora.rank": 2, "lora.train": "norm1", "batch": 4, **settings}
     with pytest.raises(ValidationError) as raised:
-        small(tmp_path, layout, **{**LORA, **others})
+        load_config(None, [f"{key}={value}" for key, value in given.items()], None)
     assert message in str(raised.value)
+
+
+def test_a_pattern_of_the_verified_model_is_checked() -> None:
+    """Of the model that --model names, and not of the configuration's default."""
+    for model, target in (("gpt-tiny", "up"), ("llama-tiny", "gate")):
+        VerifyRequest(model=model, settings=["lora.rank=2", f"lora.targets={target}"], layouts="dp=2").resolve()
+    with pytest.raises(ValidationError, match=r"lora.targets=gate matches no linear"):
+        VerifyRequest(model="gpt-tiny", settings=["lora.rank=2", "lora.targets=gate"], layouts="dp=2").resolve()
 
 
 def test_a_resumed_run_keeps_its_adapters(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ LORA_KEYS = ("lora.alpha", "lora.targets", "lora.dropout", "lora.rslora", "lora.
 
 
 def lora_issues(config: Config, layout: Layout) -> Iterator[ValidationIssue]:
-    """Check the adapters of a configuration."""
+    """Check the adapters of a configuration, but for their patterns."""
     lora = config.lora
     if not lora.rank:
         return
@@ -34,8 +34,6 @@ def lora_issues(config: Config, layout: Layout) -> Iterator[ValidationIssue]:
         yield ValidationIssue("lora.rank", str(lora.rank), message, legal="0, or tp_kind=1d")
     if lora.init:
         yield from _init_issues(config)
-    if lora.targets or lora.train:
-        yield from _pattern_issues(config)
 
 
 def _init_issues(config: Config) -> Iterator[ValidationIssue]:
@@ -54,16 +52,18 @@ def _init_issues(config: Config) -> Iterator[ValidationIssue]:
             yield ValidationIssue(key, str(value).lower(), message, legal=legal)
 
 
-def _pattern_issues(config: Config) -> Iterator[ValidationIssue]:
+def pattern_issues(config: Config) -> Iterator[ValidationIssue]:
     """Patterns that match nothing; a model that cannot be built is reported by another rule."""
-    model: Any = None
+    lora, model = config.lora, None
+    if not lora.rank or not (lora.targets or lora.train):
+        return
     with suppress(ValidationError):
         model = _shapes_only(config)
     if model is None:
         return
     from echelon.models.lora.add_lora import check_patterns
 
-    yield from check_patterns(model, config.lora)
+    yield from check_patterns(model, lora)
 
 
 def _shapes_only(config: Config) -> Any:

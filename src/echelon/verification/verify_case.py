@@ -72,11 +72,11 @@ class VerifyCase:
         from echelon.models.lora.add_lora import add_adapters
 
         model: nn.Module = add_adapters(
-            self._build_base(device, double=double), self.config.lora, seed=self.seed, zero_b=False
+            self.build_base(device, double=double), self.config.lora, seed=self.seed, zero_b=False
         )
         return model
 
-    def _build_base(self, device: str, *, double: bool) -> nn.Module:
+    def build_base(self, device: str, *, double: bool = True) -> nn.Module:
         """The model without adapters."""
         import torch
 

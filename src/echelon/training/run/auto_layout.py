@@ -29,7 +29,7 @@ from echelon.planning.search.layout_search import least_memory_plan, search_plan
 AUTO = "auto"
 MIB = 1 << 20
 PLANNED_KEYS = (
-    *("optimizer.", "clip", "compress", "lora."),
+    *("optimizer.", "clip", "compress", "lora.rank"),
     *("memory.partition", "memory.arena", "memory.buffer", "memory.host"),
 )
 """settings that `plan --set` takes too; updates in backward require clip=0"""
@@ -79,7 +79,7 @@ def parse_plan_settings(settings: Sequence[str], layout: str = "") -> PlanSettin
     other = [text for text in settings if not text.partition("=")[0].startswith(PLANNED_KEYS)]
     if other:
         rule = "is not a setting of `plan --set`"
-        legal = "optimizer.*, clip, compress, lora.*, memory.* but for memory.disk"
+        legal = "optimizer.*, clip, compress, lora.rank, memory.* but for memory.disk"
         raise ValidationError([ValidationIssue(key="set", value=text, message=rule, legal=legal) for text in other])
     config = Config.from_settings(settings, layout)
     of_optimizer = any(text.startswith("optimizer.") for text in settings)
