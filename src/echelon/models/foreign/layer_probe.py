@@ -25,7 +25,7 @@ from echelon.models.forward_parts.module_shell import PartReached, plain_attribu
 
 PROBE_ATTENTION = "echelon_shapes_only"
 PROBE_ROWS, PROBE_TOKENS = 2, 6
-MAX_NUMEL = 1 << 33
+MAX_NUMEL = 1 << 31
 """parameters of a model that runs with values, if nothing else helps"""
 
 
@@ -351,7 +351,9 @@ class _LayerProbe:
             part = self.after if self.layer_calls else self.before
             part.append(name)
             first = first_output(output)
-            if part is self.before and not (args and isinstance(args[0], Tensor) and args[0].shape == first.shape):
+            if part is self.after or not isinstance(first, Tensor):
+                return
+            if not (args and isinstance(args[0], Tensor) and args[0].shape == first.shape):
                 self.added_sizes[name] = int(first.shape[-1])
 
         return hook

@@ -146,8 +146,8 @@ class LayerStack:
 
         zeros = hidden.new_zeros(*hidden.shape[:2], self.embedding_size)  # code may add to it in place
         # Tables that grow with the sequence stay as the layers had them, whatever part of it the head is given.
-        tables = {name: model.get_submodule(name) for name in self.tables}
-        stubs = {name: shallow_copy(table) for name, table in tables.items() if any(True for _ in table.buffers())}
+        tables = [(name, module) for name, module in model.named_modules() if name in self.tables]
+        stubs = {name: shallow_copy(table) for name, table in tables if any(True for _ in table.buffers())}
         shell = self._shell(model, [pass_on] * (self.num_layers - 1) + [last], stubs | self._stubs(hidden))
         with counter_dropout(model, skipped=self.dropouts_before):
             return self._run(shell, {**inputs, **self._embedded(zeros, None)})

@@ -297,7 +297,7 @@ def _first_exact(
     own: list[str] | None = None,
 ) -> RegionPlan | None:
     """The first plan that is exact; of the module's own linears only, where `own` names them."""
-    with torch.enable_grad():
+    with torch.enable_grad(), float64_casts(torch.float64):
         columns, row = _columns_and_row(module, call, own)
         if not columns:
             return None
