@@ -89,8 +89,9 @@ def get_pipeline_model(model: nn.Module) -> PipelineModel:
         raise ValueError(f"{type(model).__name__} has a method `chain()`, which is now `pipeline_model()`; rename it")
     if make is None:
         raise ValueError(
-            f"pp > 1 requires a method `pipeline_model()` of {type(model).__name__} that returns "
-            "echelon.PipelineModel(layers=(echelon.PipelineLayer(name, modules, run), ...)); add it, or use pp=1"
+            f"pp > 1 requires inputs of the forward of {type(model).__name__}, from which its stages are derived, or a "
+            "method `pipeline_model()` that returns echelon.PipelineModel(layers=(echelon.PipelineLayer(name, modules, "
+            "run), ...)); give `inputs`, add the method, or use pp=1"
         )
     pipeline_model: PipelineModel = make()
     _check(model, pipeline_model.layers)

@@ -67,21 +67,27 @@ class GraphForward:
         self.inputs = inputs
         self.device = next((value.device for value in inputs.values() if isinstance(value, Tensor)), None)
         self.shared: Values = {}
+        self._buffers: dict[str, Tensor] = {}
+        """as they were: a layer that is recomputed reads them again"""
+        self._changed: set[str] = set()
         cache: dict[Any, Any] = {}
         for index in self.graph.shared:
             self.shared[index] = runner.run(index, lambda i: self._read(i, self.shared), model, cache)
+        self._change_buffers(-1, self.shared)
 
     def run_segment(self, number: int, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """Run a segment on the results that it reads, and return those that it gives."""
         segment = self.graph.segments[number]
         known: Values = dict(zip(segment.reads, values, strict=True))
+        new_values = {self.graph.mutated_buffers[name] for name in self.graph.buffer_changes.get(number, ())}
         last_read = {i: index for index in segment.ops for i in self.graph.ops[index].inputs}
         cache: dict[Any, Any] = {}
         for index in segment.ops:
             known[index] = self.runner.run(index, lambda i: self._read(i, known), self.model, cache)
             for source in self.graph.ops[index].inputs:
-                if last_read[source] == index and source not in segment.gives:
+                if last_read[source] == index and source not in segment.gives and source not in new_values:
                     known.pop(source, None)
+        self._change_buffers(number, known)
         return tuple(known[index] for index in segment.gives)
 
     def call_segment(self, number: int, values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -94,10 +100,16 @@ class GraphForward:
 
     def outputs(self, values: Values) -> Any:
         """What the forward returns."""
-        for name, index in self.graph.mutated_buffers.items():
-            owner, _, attribute = name.rpartition(".")
-            self.model.get_submodule(owner)._buffers[attribute] = self.runner.finish(index, self._read(index, values))
         return replace_refs(self.graph.outputs, lambda index: self.runner.finish(index, self._read(index, values)))
+
+    def _change_buffers(self, number: int, known: Values) -> None:
+        """Give the model the new values of buffers that change with a segment, once."""
+        for name in self.graph.buffer_changes.get(number, ()):
+            if name not in self._changed:
+                self._changed.add(name)
+                self._buffers.setdefault(name, self.model.live_buffer(name))
+                index = self.graph.mutated_buffers[name]
+                self.model.set_buffer(name, self.runner.finish(index, self._read(index, known)).detach())
 
     def _read(self, index: int, known: Values) -> Any:
         if index in known:
@@ -111,7 +123,9 @@ class GraphForward:
         if op.kind == INPUT:
             return self.inputs[name]
         if op.kind == BUFFER:
-            return self.model.live_buffer(name)
+            if name not in self._buffers:
+                self._buffers[name] = self.model.live_buffer(name)
+            return self._buffers[name]
         assert op.kind == CONSTANT, f"operator {op.name} was not run"
         return self.model.on_device(self.graph.constants[name], self.device)
 
@@ -198,6 +212,11 @@ class GraphModel(nn.Module):
             found = None
         return found if found is not None else self.template.get_buffer(name)
 
+    def set_buffer(self, name: str, value: Tensor) -> None:
+        """Change a buffer of this rank's model."""
+        owner, _, attribute = name.rpartition(".")
+        self.get_submodule(owner)._buffers[attribute] = value
+
     def on_device(self, constant: Tensor, device: torch.device | None) -> Tensor:
         """A constant of a graph, moved once."""
         if device is None or constant.device == device:
@@ -210,6 +229,7 @@ class GraphModel(nn.Module):
         """The segments of the graph as pipeline layers; they hand on every result that a later one reads."""
         self.runs_graph = True
         graph = self.example_graph()
+        _refuse_shared_buffers(graph)
         everywhere = tuple(str(graph.ops[index].target) for index in graph.shared if graph.ops[index].kind == MODULE)
         used = [_modules_of(graph, number) for number in range(len(graph.segments))]
         tied = _tied_names(self.template)
@@ -255,11 +275,24 @@ def with_rows(inputs: Mapping[str, Any], rows: int) -> dict[str, Any]:
     return {key: repeat(value) for key, value in inputs.items()}
 
 
+def _refuse_shared_buffers(graph: TracedGraph) -> None:
+    """Raise for a buffer that one pipeline layer changes, and another reads: they may lie on different stages."""
+    for number, names in graph.buffer_changes.items():
+        for other, segment in enumerate(graph.segments):
+            read = {str(graph.ops[i].target) for index in segment.ops for i in graph.ops[index].inputs}
+            if found := sorted(read.intersection(names)) if other != number else []:
+                raise ValueError(
+                    f"{_segment_name(graph, other)} reads the buffer {found[0]}, which changes in "
+                    f"{_segment_name(graph, number) if number >= 0 else 'the forward'}; "
+                    "give each layer a buffer of its own, or use pp=1"
+                )
+
+
 def live_values(graph: TracedGraph, number: int) -> tuple[int, ...]:
     """Results of the segments before one that it, or a later one, reads."""
     made = {index for segment in graph.segments[:number] for index in segment.gives}
     read = {index for segment in graph.segments[number:] for index in segment.reads}
-    return tuple(sorted(made & (read | set(graph.output_refs))))
+    return tuple(sorted(made & (read | set(graph.user_refs))))
 
 
 def _segment_name(graph: TracedGraph, number: int) -> str:

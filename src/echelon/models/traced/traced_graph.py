@@ -122,8 +122,32 @@ class TracedGraph:
     """calls of modules that run as they are (module_call.py)"""
 
     @cached_property
+    def user_refs(self) -> tuple[int, ...]:
+        """Results that the forward returns."""
+        return tuple(dict.fromkeys(_refs(self.outputs)))
+
+    @cached_property
     def output_refs(self) -> tuple[int, ...]:
-        return tuple(dict.fromkeys((*_refs(self.outputs), *self.mutated_buffers.values())))
+        """The same, and the new values of buffers."""
+        return tuple(dict.fromkeys((*self.user_refs, *self.mutated_buffers.values())))
+
+    @cached_property
+    def buffer_changes(self) -> dict[int, tuple[str, ...]]:
+        """The buffers that change when each segment runs, by its number; -1: with what the segments share.
+
+        A new value that depends on no parameter is shared, yet it changes its buffer with the layer that has it: each
+        stage of a pipeline computes all that is shared.
+        """
+        found: dict[int, tuple[str, ...]] = {}
+        for name, index in self.mutated_buffers.items():
+            own = (
+                number
+                for number, segment in enumerate(self.segments)
+                if index in segment.ops or (index in self.shared and name.startswith(f"{segment.owner or name}."))
+            )
+            number = next(own, -1)
+            found[number] = (*found.get(number, ()), name)
+        return found
 
     @cached_property
     def shared(self) -> tuple[int, ...]:
@@ -145,7 +169,7 @@ class TracedGraph:
                     runs.append((op.layer, []))
                 runs[-1][1].append(index)
         produced_in = {index: number for number, (_, ops) in enumerate(runs) for index in ops}
-        read_by: dict[int, int] = dict.fromkeys(self.output_refs, len(runs))  # the last segment that reads each
+        read_by = dict.fromkeys(self.user_refs, len(runs))  # the last segment that reads each
         for index, number in produced_in.items():
             for source in self.ops[index].inputs:
                 read_by[source] = max(read_by.get(source, 0), number)
