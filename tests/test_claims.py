@@ -213,6 +213,14 @@ CLAIMS: dict[str, tuple[Check, ...]] = {
     "Echelon does not implement the single-controller approach": (
         not_imported("DataParallel", "training", "parallel", "launch"),
     ),
+    # automatic sharding
+    "need modules, and refuse a graph": (
+        asserted_in(
+            "test_transparency_traced.py",
+            "test_context_and_expert_parallelism_are_refused",
+            "test_settings_that_change_modules_are_refused",
+        ),
+    ),
     # data
     "A record with both fields or with neither is refused": (
         asserted_in("data/test_records.py", "test_a_record_with_both_fields_or_neither_is_refused"),

@@ -304,5 +304,5 @@ def _refuse_random(template: nn.Module, node: torch.fx.Node) -> None:
         name = getattr(node.target, "__name__", "").partition(".")[0]
         raise UntraceableError(
             f"the forward of {type(template).__name__} draws random numbers from torch's own generator ({name} in "
-            f"{_module_path(node) or 'its forward'}); use nn.Dropout or echelon.RandomDraws, which every layout repeats"
+            f"{_module_path(node) or 'its forward'}); use nn.Dropout or echelon.rng.RandomDraws, which every layout repeats"
         )
