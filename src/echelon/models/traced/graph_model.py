@@ -276,15 +276,24 @@ def with_rows(inputs: Mapping[str, Any], rows: int) -> dict[str, Any]:
 
 
 def _refuse_shared_buffers(graph: TracedGraph) -> None:
-    """Raise for a buffer that one pipeline layer changes, and another reads: they may lie on different stages."""
+    """Raise for a buffer that one pipeline layer changes, and another reads: they may lie on different stages.
+
+    What changes with the shared operators does so on every stage.
+    """
+    buffers: dict[int, set[str]] = {}
+    """those that each tensor of the graph, or shared operator, depends on"""
+    for index, op in enumerate(graph.ops):
+        if op.kind == BUFFER:
+            buffers[index] = {str(op.target)}
+        elif index in graph.shared:
+            buffers[index] = set().union(*(buffers.get(i, set()) for i in op.inputs))
     for number, names in graph.buffer_changes.items():
-        for other, segment in enumerate(graph.segments):
-            read = {str(graph.ops[i].target) for index in segment.ops for i in graph.ops[index].inputs}
+        for other, segment in enumerate(graph.segments) if number >= 0 else ():
+            read = {name for index in segment.ops for i in graph.ops[index].inputs for name in buffers.get(i, ())}
             if found := sorted(read.intersection(names)) if other != number else []:
                 raise ValueError(
                     f"{_segment_name(graph, other)} reads the buffer {found[0]}, which changes in "
-                    f"{_segment_name(graph, number) if number >= 0 else 'the forward'}; "
-                    "give each layer a buffer of its own, or use pp=1"
+                    f"{_segment_name(graph, number)}; give each layer a buffer of its own, or use pp=1"
                 )
 
 

@@ -173,7 +173,12 @@ class _ProgramReader:
         self.layers = listed_layers(template)
         self.entries = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
         names = [spec.arg.name for spec in program.graph_signature.input_specs if spec.kind == InputKind.USER_INPUT]
-        self.input_names = dict(zip(names, _input_names(program), strict=True))
+        if len(names) != len(keys := _input_names(program)):
+            raise UntraceableError(
+                f"the forward of {type(template).__name__} takes containers of tensors ({', '.join(keys)}); "
+                "give each tensor a keyword of its own"
+            )
+        self.input_names = dict(zip(names, keys, strict=True))
         self.trainable = {name for name, p in template.named_parameters(remove_duplicate=False) if p.requires_grad}
         self.ops: list[TracedOp] = []
         self.index_of: dict[torch.fx.Node, int] = {}
@@ -252,9 +257,9 @@ def _finish(
 
 
 def _input_names(program: torch.export.ExportedProgram) -> list[str]:
-    """The keyword of each tensor that enters, in order."""
+    """The keywords of what enters, in order."""
     _, kwargs = program.example_inputs or ((), {})
-    return [key for key, value in kwargs.items() if isinstance(value, Tensor)]
+    return list(kwargs)
 
 
 def _result(template: nn.Module, node: torch.fx.Node) -> dict[str, Any]:
@@ -304,5 +309,6 @@ def _refuse_random(template: nn.Module, node: torch.fx.Node) -> None:
         name = getattr(node.target, "__name__", "").partition(".")[0]
         raise UntraceableError(
             f"the forward of {type(template).__name__} draws random numbers from torch's own generator ({name} in "
-            f"{_module_path(node) or 'its forward'}); use nn.Dropout or echelon.rng.RandomDraws, which every layout repeats"
+            f"{_module_path(node) or 'its forward'}); use nn.Dropout or echelon.rng.RandomDraws, which every layout "
+            "repeats"
         )
