@@ -32,11 +32,17 @@ def init_from_hf_dir(model: ForeignCausalLM, source: HFSource) -> str:
     Each rank reads its slices of tensors that lie on disk as the class holds them. Tensors that transformers converts
     when it loads (experts in a file each, names of older releases) are loaded by transformers, whole, on every rank.
     """
-    stored = open_safetensors(source.folder)
+    has_tables = any(not buffer.is_floating_point() for buffer in model.buffers())
+    stored = open_safetensors(source.folder, integers=has_tables and "quantization_config" not in source.config)
     names = _wanted_names(model)
     found = {name: stored[key] for name in names if (key := _stored_name(name, stored, model)) is not None}
     shapes = {name: tuple(shape) for name, shape in names.items()}
-    matching: dict[str, Any] = {n: tensor for n, tensor in found.items() if tuple(tensor.shape) == shapes[n]}
+    floats = {name for name, _ in model.named_parameters()} | {part.name for part in model.fused_parts.values()}
+    matching: dict[str, Any] = {
+        n: tensor
+        for n, tensor in found.items()
+        if tuple(tensor.shape) == shapes[n] and (tensor.dtype.is_floating_point or n not in floats)
+    }
     missing = sorted(set(names) - set(matching))
     if missing:
         matching |= _converted(model, source, missing)
