@@ -374,6 +374,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "columns of a table of runs": planner_accuracy.table_columns,
     "goodput": goodput_table.printed,
     "foreign families": lambda: markdown(*verified_families.columns()),
+    "other families": lambda: markdown(*verified_families.other_columns()),
     "memory stack": lambda: markdown(*saved_memory.measured(saved_memory.STACKED)),
     "memory alone": lambda: markdown(*saved_memory.measured(saved_memory.ALONE)),
     "savings": lambda: markdown(*techniques.saved()),

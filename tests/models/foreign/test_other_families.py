@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from foreign_families import write_family
 from other_families import write_other_family
 
+from echelon.checkpoint.hf.foreign_weights import init_from_hf_dir
 from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 from echelon.models.foreign.causal_lm import adapt, build_causal_lm, build_on_meta
@@ -116,3 +118,31 @@ def test_positions_are_handed_in_where_a_class_counts_as_we_do(
     if not counts_from_zero:
         with pytest.raises(ValueError, match=r"mask_documents=false"):
             model.logits(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64))
+
+
+def test_tables_stay_as_the_layers_had_them(tmp_path: Path) -> None:
+    """Phi-3's frequencies follow the length; the head sees a slice of the sequence, which is shorter."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    changes = {"rope_parameters": rope, "original_max_position_embeddings": 8}
+    source = read_hf_source(f"hf:{write_family('phi3', tmp_path, **changes)}")
+    model = build_causal_lm(source, "cpu", dtype=torch.float64)
+    model.runs_by_layer = True
+    model.logits(torch.arange(11).view(1, -1))
+    long = model.model.rotary_emb.inv_freq.clone()
+    model.layer_stack.head(model, torch.zeros(1, 4, 32, dtype=torch.float64))
+    assert torch.equal(model.model.rotary_emb.inv_freq, long)
+
+
+def test_integer_tables_are_read_from_weights(tmp_path: Path) -> None:
+    """DeepSeek V4 routes the first layers by a table of tokens, which its weights have under another name."""
+    torch.manual_seed(1)
+    config = transformers.AutoConfig.from_pretrained(write_other_family("deepseek_v4", tmp_path))
+    own = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        own.model.layers[0].mlp.gate.tid2eid.random_(0, 4)
+    own.save_pretrained(tmp_path)
+    source = read_hf_source(f"hf:{tmp_path}")
+    model = build_causal_lm(source)
+    init_from_hf_dir(model, source)
+    assert torch.equal(model.model.layers[0].mlp.gate.tid2eid, own.model.layers[0].mlp.gate.tid2eid)

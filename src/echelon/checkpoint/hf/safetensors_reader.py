@@ -53,8 +53,8 @@ class LazyTensor:
 def open_safetensors(folder: Path, *, quantised: bool = False, integers: bool = False) -> dict[str, LazyTensor]:
     """Every tensor of a directory by name, of one file or of those in its index. Raises ValueError with all problems.
 
-    With `quantised` tensors of `QUANTISED_DTYPES` are opened too, and with `integers` those of `INTEGER_DTYPES`; otherwise
-    they are refused.
+    With `quantised` tensors of `QUANTISED_DTYPES` are opened too, and with `integers` those of `INTEGER_DTYPES`;
+    otherwise they are refused.
     The memory-mapped files stay open as long as a tensor of them lives.
     """
     # One file takes precedence over an index, as in transformers.

@@ -228,9 +228,8 @@ class _LayerProbe:
         except Exception:  # whatever a model's code raises
             return True
         passed_on = [found for found in given if found not in counted]
-        return len(given) - len(passed_on) == len(counted) and all(
-            found[1] == positions.tolist() for found in passed_on
-        )
+        is_same = len(given) - len(passed_on) == len(counted)
+        return is_same and all(found[1] == positions.tolist() for found in passed_on)
 
     def _indices(self, inputs: Mapping[str, Tensor]) -> list[Any]:
         """The whole numbers that modules are called with until the first layer."""

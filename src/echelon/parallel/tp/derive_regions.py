@@ -92,6 +92,8 @@ def head_counts(model: ForeignCausalLM) -> tuple[int, int]:
 def derive_split(model: ForeignCausalLM, tp: int) -> DerivedSplit:
     """Find what `tp` ranks can split. Every rank finds the same: the weights of a trial are those of a fixed seed."""
     heads = _Heads(*head_counts(model), tp)
+    if not model.layer_stack.num_layers:
+        return DerivedSplit(regions=(), whole=())
     try:
         calls = _layer_calls(model)
     except Exception:  # whatever a model's code raises where its layers are stubs: all ranks compute all layers

@@ -42,7 +42,7 @@ def shrunken_twin(model: ForeignCausalLM, window: int = 0) -> ForeignCausalLM | 
 
 def _layer_numel(model: ForeignCausalLM) -> int:
     layers = (model.get_submodule(name) for name in model.layer_stack.layer_names)
-    return max(sum(p.numel() for p in layer.parameters()) for layer in layers)
+    return max((sum(p.numel() for p in layer.parameters()) for layer in layers), default=0)
 
 
 def _twin(model: Any, factor: int, window: int) -> ForeignCausalLM | None:
