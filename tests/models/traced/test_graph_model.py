@@ -60,11 +60,11 @@ def test_a_graph_computes_what_the_module_does(name: str) -> None:
 def test_other_lengths_are_traced_when_they_come_and_once() -> None:
     model, traced, _ = pair("gpt")
     short = {key: value[:, :5].contiguous() for key, value in words(3).items()}
-    torch.testing.assert_close(traced(**short)[0], model(**short)[0])
+    for inputs in (words(3), short):
+        torch.testing.assert_close(traced(**inputs)[0], model(**inputs)[0])
     known = len(traced._graphs)
-    traced(**short)
+    traced(**words(3, 1))
     assert len(traced._graphs) == known
-    assert traced.graph_of(short, training=True) is traced.graph_of(words(3), training=True) or known > 1
 
 
 def test_calls_by_position_are_refused() -> None:
