@@ -221,6 +221,17 @@ CLAIMS: dict[str, tuple[Check, ...]] = {
             "test_settings_that_change_modules_are_refused",
         ),
     ),
+    # classes of transformers
+    "what needs single layers is refused before ranks start": (
+        asserted_in(
+            "models/foreign/test_other_families.py",
+            "test_layers_that_cannot_run_alone_are_refused_with_the_reason",
+            "test_a_refusal_starts_no_rank",
+        ),
+    ),
+    "One that skips layers at random (`layerdrop`) is refused": (
+        asserted_in("models/foreign/test_other_families.py", "test_layers_that_are_skipped_at_random_are_refused"),
+    ),
     # data
     "A record with both fields or with neither is refused": (
         asserted_in("data/test_records.py", "test_a_record_with_both_fields_or_neither_is_refused"),
