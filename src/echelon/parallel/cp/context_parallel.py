@@ -81,8 +81,10 @@ def _connect(context: TransformContext, cp_context: ContextParallel) -> None:
     for core in cores:
         core.backend = cp_context
     attention_dropouts = {id(core.dropout) for core in cores}
+    # The gates of our own MoE layers know the tokens of their draws.
+    sites = RandomSite if isinstance(context.model, ForeignCausalLM) else Dropout
     for module in context.model.modules():
-        if isinstance(module, RandomSite) and id(module) not in attention_dropouts:
+        if isinstance(module, sites) and id(module) not in attention_dropouts:
             module.register_forward_pre_hook(cp_context.set_dropout_window)
 
 
