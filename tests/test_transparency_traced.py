@@ -29,23 +29,24 @@ OFTEN = [
     ("gpt", "dp=2,tp=2,zero=3"),
     ("gpt", "dp=2,tp=2,pp=2,zero=1"),
     ("llama", "tp=2,recompute=full"),
-    ("two-tower", "tp=4"),
+    ("two-tower", "tp=2,sp=0"),
     ("u-net", "pp=2,accumulate=2"),
-    ("u-net", "tp=2"),
-    ("vit", "tp=2,sp=0"),
 ]
 LAYOUTS = (
     *("tp=2", "tp=4", "tp=2,sp=0", "dp=2,tp=2,zero=3", "pp=2,accumulate=2", "dp=2,tp=2,pp=2,zero=1"),
     *("tp=2,recompute=full", "pp=2,tp=2,accumulate=4,schedule=zb-h1"),
 )
 LEFT_OUT = [
-    ("llama", "tp:all_gather"),
+    pytest.param("llama", "tp:all_gather", marks=pytest.mark.soak),
     ("gpt", "tp:reduce_scatter"),
-    ("vit", "tp:all_reduce"),
-    ("mixer", "tp:all_to_all"),
-    ("u-net", "tp:all_gather"),
-    ("two-tower", "tp:reduce_scatter"),
+    pytest.param("vit", "tp:all_reduce", marks=pytest.mark.soak),
+    pytest.param("mixer", "tp:all_to_all", marks=pytest.mark.soak),
+    pytest.param("u-net", "tp:all_gather", marks=pytest.mark.soak),
+    ("two-tower", "tp:all_gather"),
 ]
+"""thread ranks leave out every collective of each module (parallel/auto_sharding/test_sharded_runner.py)"""
+SLOW_LOOP = pytest.param("dp=2,tp=2,zero=3", marks=pytest.mark.soak)
+SLOW_PIPELINE = pytest.param("tp=2,pp=2,accumulate=2", marks=pytest.mark.soak)
 
 
 def judge(pool: RankPool, name: str, layout: str, leave_out: str = "", steps: int = 2) -> LayoutVerdict:
@@ -133,7 +134,7 @@ def loop(layout: str) -> tuple[list[float], dict[str, Tensor]]:
     return losses, wrapped.full_state_dict() if layout else {k: v.detach() for k, v in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("layout", ["tp=2", "dp=2,tp=2,zero=3"])
+@pytest.mark.parametrize("layout", ["tp=2", SLOW_LOOP])
 def test_a_user_loop_equals_one_device(pool: RankPool, layout: str) -> None:
     expected, state = loop("")
     for losses, found in pool.run(loop, Layout.parse(layout).world, layout):
@@ -145,19 +146,18 @@ def test_a_user_loop_equals_one_device(pool: RankPool, layout: str) -> None:
 
 
 def steps_of_sizes(layout: str) -> list[float]:
-    """Losses of steps whose sequences, and then rows, are others than those of the first batch."""
-    model, _ = build("gpt")
-    engine = Engine(model, layout, SGD, options=float64(), inputs=words(4))
+    """Losses of steps whose rows and sequences are others than those of the first batch."""
+    torch.manual_seed(0)
+    engine = Engine(traced_modules.PlainGPT(2).double(), layout, SGD, options=float64(), inputs=words(4))
     losses = []
-    for rows, length in ((4, 16), (4, 10), (4, 7), (6, 12)):
+    for rows, length in ((4, 16), (8, 10), (4, 7)):
         batch = {key: value[:, :length].contiguous() for key, value in words(rows, length).items()}
         engine.model.train()
         losses.append(engine.step(batch).loss)
-        losses.append(engine.evaluate(engine.microbatches(batch)) or 0.0)
-    return losses
+    return [*losses, engine.evaluate(engine.microbatches(batch)) or 0.0]
 
 
-@pytest.mark.parametrize("layout", ["tp=2", "tp=2,pp=2,accumulate=2"])
+@pytest.mark.parametrize("layout", ["tp=2", SLOW_PIPELINE])
 def test_steps_of_other_sizes_and_evaluation(pool: RankPool, layout: str) -> None:
     """Seven tokens divide by nothing: their graph gets strategies of its own, and parameters stay where they are."""
     (expected,) = pool.run(steps_of_sizes, 1, "dp=1")
@@ -214,11 +214,11 @@ def buffers_of(layout: str) -> tuple[list[float], dict[str, Tensor]]:
     rows = torch.randn(8, 8, dtype=torch.float64)
     engine = Engine(Counted().double(), layout, SGD, options=float64(), inputs={"x": rows})
     engine.model.train()
-    losses = [engine.step({"x": rows + step}).loss for step in range(2)]
+    losses = [engine.step({"x": rows + step}).loss for step in range(3)]
     return losses, {name: buffer.clone() for name, buffer in engine.model.named_buffers()}
 
 
-@pytest.mark.parametrize("layout", ["tp=2,recompute=full", "pp=2,accumulate=2"])
+@pytest.mark.parametrize("layout", ["tp=2,recompute=full", "pp=2,accumulate=2,recompute=full"])
 def test_buffers_change_as_on_one_device(pool: RankPool, layout: str) -> None:
     accumulate = Layout.parse(layout).accumulate
     ((expected, state),) = pool.run(buffers_of, 1, f"dp=1,accumulate={accumulate}")

@@ -116,7 +116,7 @@ def _refuse_own_backward(template: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.autograd.Function.apply = apply
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
 
 
 def _detach_without_grad(program: torch.export.ExportedProgram) -> None:
