@@ -29,23 +29,24 @@ OFTEN = [
     ("gpt", "dp=2,tp=2,zero=3"),
     ("gpt", "dp=2,tp=2,pp=2,zero=1"),
     ("llama", "tp=2,recompute=full"),
-    ("two-tower", "tp=4"),
+    ("two-tower", "tp=2,sp=0"),
     ("u-net", "pp=2,accumulate=2"),
-    ("u-net", "tp=2"),
-    ("vit", "tp=2,sp=0"),
 ]
 LAYOUTS = (
     *("tp=2", "tp=4", "tp=2,sp=0", "dp=2,tp=2,zero=3", "pp=2,accumulate=2", "dp=2,tp=2,pp=2,zero=1"),
     *("tp=2,recompute=full", "pp=2,tp=2,accumulate=4,schedule=zb-h1"),
 )
 LEFT_OUT = [
-    ("llama", "tp:all_gather"),
+    pytest.param("llama", "tp:all_gather", marks=pytest.mark.soak),
     ("gpt", "tp:reduce_scatter"),
-    ("vit", "tp:all_reduce"),
-    ("mixer", "tp:all_to_all"),
-    ("u-net", "tp:all_gather"),
-    ("two-tower", "tp:reduce_scatter"),
+    pytest.param("vit", "tp:all_reduce", marks=pytest.mark.soak),
+    pytest.param("mixer", "tp:all_to_all", marks=pytest.mark.soak),
+    pytest.param("u-net", "tp:all_gather", marks=pytest.mark.soak),
+    ("two-tower", "tp:all_gather"),
 ]
+"""thread ranks leave out every collective of each module (parallel/auto_sharding/test_sharded_runner.py)"""
+SLOW_LOOP = pytest.param("dp=2,tp=2,zero=3", marks=pytest.mark.soak)
+SLOW_PIPELINE = pytest.param("tp=2,pp=2,accumulate=2", marks=pytest.mark.soak)
 
 
 def judge(pool: RankPool, name: str, layout: str, leave_out: str = "", steps: int = 2) -> LayoutVerdict:
@@ -85,13 +86,13 @@ RULE = OptimizerConfig(name="adamw", lr=1e-2)
 
 def run(layout: str, folder: str, first: int, last: int, save: bool) -> tuple[list[float], dict[str, Tensor]]:
     """Train GPT from a step to another, from a checkpoint if it is not the first."""
-    model, batch = build("gpt")
-    engine = Engine(model, layout, RULE, options=float64(), inputs=batch(4, 0))
+    torch.manual_seed(0)
+    engine = Engine(traced_modules.PlainGPT(1).double(), layout, RULE, options=float64(), inputs=words(4))
     engine.model.train()
     saving = EngineCheckpointer(engine, folder)
     if first:
         saving.load(first)
-    losses = [engine.step(batch(4, step)).loss for step in range(first, last)]
+    losses = [engine.step(words(4, step)).loss for step in range(first, last)]
     if save:
         saving.save({})
     saving.wait()
@@ -105,7 +106,7 @@ def test_a_checkpoint_of_a_traced_model_loads_on_any_layout(pool: RankPool, tmp_
     """Names and shapes are logical: saved under tp=2, loaded by one device and by tp=4, whose slices differ."""
     pool.run(run, 2, "tp=2", str(tmp_path), 0, 2, True)
     losses, values = pool.run(run, 1, "dp=1", str(tmp_path), 2, 4, False)[0]
-    assert {"blocks.0.qkv.weight", "embed.weight", "blocks.1.down.bias"} <= set(values)
+    assert {"blocks.0.qkv.weight", "embed.weight", "blocks.0.down.bias"} <= set(values)
     for found, state in pool.run(run, 4, "tp=4", str(tmp_path), 2, 4, False):
         assert found == pytest.approx(losses, abs=1e-10)
         assert largest_error(state, values) < 1e-10
@@ -116,7 +117,7 @@ def test_a_checkpoint_of_a_traced_model_loads_on_any_layout(pool: RankPool, tmp_
 
 def loop(layout: str) -> tuple[list[float], dict[str, Tensor]]:
     """A user's loop; each rank of dp has its rows."""
-    model, batch = build("llama")
+    model, batch = build("two-tower")
     wrapped = ec.wrap(model, layout, inputs=batch(4, 0)) if layout else model
     optimizer, losses = torch.optim.AdamW(wrapped.parameters(), lr=1e-2), []
     mine = slice(None)
@@ -133,7 +134,7 @@ def loop(layout: str) -> tuple[list[float], dict[str, Tensor]]:
     return losses, wrapped.full_state_dict() if layout else {k: v.detach() for k, v in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("layout", ["tp=2", "dp=2,tp=2,zero=3"])
+@pytest.mark.parametrize("layout", ["tp=2", SLOW_LOOP])
 def test_a_user_loop_equals_one_device(pool: RankPool, layout: str) -> None:
     expected, state = loop("")
     for losses, found in pool.run(loop, Layout.parse(layout).world, layout):
@@ -145,19 +146,18 @@ def test_a_user_loop_equals_one_device(pool: RankPool, layout: str) -> None:
 
 
 def steps_of_sizes(layout: str) -> list[float]:
-    """Losses of steps whose sequences, and then rows, are others than those of the first batch."""
-    model, _ = build("gpt")
-    engine = Engine(model, layout, SGD, options=float64(), inputs=words(4))
+    """Losses of steps whose rows and sequences are others than those of the first batch."""
+    torch.manual_seed(0)
+    engine = Engine(traced_modules.PlainGPT(1).double(), layout, SGD, options=float64(), inputs=words(4))
     losses = []
-    for rows, length in ((4, 16), (4, 10), (4, 7), (6, 12)):
+    for rows, length in ((4, 16), (8, 10), (4, 7)):
         batch = {key: value[:, :length].contiguous() for key, value in words(rows, length).items()}
         engine.model.train()
         losses.append(engine.step(batch).loss)
-        losses.append(engine.evaluate(engine.microbatches(batch)) or 0.0)
-    return losses
+    return [*losses, engine.evaluate(engine.microbatches(batch)) or 0.0]
 
 
-@pytest.mark.parametrize("layout", ["tp=2", "tp=2,pp=2,accumulate=2"])
+@pytest.mark.parametrize("layout", ["tp=2", SLOW_PIPELINE])
 def test_steps_of_other_sizes_and_evaluation(pool: RankPool, layout: str) -> None:
     """Seven tokens divide by nothing: their graph gets strategies of its own, and parameters stay where they are."""
     (expected,) = pool.run(steps_of_sizes, 1, "dp=1")
@@ -168,7 +168,7 @@ def test_steps_of_other_sizes_and_evaluation(pool: RankPool, layout: str) -> Non
 def bf16_losses(layout: str) -> list[float]:
     torch.manual_seed(0)
     options = ParallelOptions(compute_dtype=torch.bfloat16, master_dtype=torch.float32)
-    engine = Engine(traced_modules.PlainLlama(), layout, SGD, options=options, inputs=words(4))
+    engine = Engine(traced_modules.PlainLlama(1), layout, SGD, options=options, inputs=words(4))
     engine.model.train()
     return [engine.step(words(4, step)).loss for step in range(3)]
 
@@ -192,7 +192,7 @@ class Counting(nn.Module):
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        self.mean.lerp_(x.detach().mean(0), 0.1)
         self.calls += 1
         return x + self.linear(x - self.mean).tanh()
 
@@ -214,11 +214,11 @@ def buffers_of(layout: str) -> tuple[list[float], dict[str, Tensor]]:
     rows = torch.randn(8, 8, dtype=torch.float64)
     engine = Engine(Counted().double(), layout, SGD, options=float64(), inputs={"x": rows})
     engine.model.train()
-    losses = [engine.step({"x": rows + step}).loss for step in range(2)]
+    losses = [engine.step({"x": rows + step}).loss for step in range(3)]
     return losses, {name: buffer.clone() for name, buffer in engine.model.named_buffers()}
 
 
-@pytest.mark.parametrize("layout", ["tp=2,recompute=full", "pp=2,accumulate=2"])
+@pytest.mark.parametrize("layout", ["tp=2,recompute=full", "pp=2,accumulate=4,recompute=full"])
 def test_buffers_change_as_on_one_device(pool: RankPool, layout: str) -> None:
     accumulate = Layout.parse(layout).accumulate
     ((expected, state),) = pool.run(buffers_of, 1, f"dp=1,accumulate={accumulate}")

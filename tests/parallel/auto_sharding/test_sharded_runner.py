@@ -26,7 +26,7 @@ def case(name: str) -> TracedCase:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", MODULES)
 def test_any_legal_sharding_equals_the_module(name: str, size: int) -> None:
-    for seed in range(3):
+    for seed in range(3 if size == 2 else 1):
         strategies = case(name).draw(size, seed)
         ranks = case(name).run(strategies, size)
         assert case(name).error(strategies, ranks) < TOLERANCE, seed
