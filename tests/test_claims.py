@@ -147,6 +147,12 @@ CLAIMS: dict[str, tuple[Check, ...]] = {
             "test_transparency_foreign.py", "test_sequences_that_cannot_be_divided_are_refused_with_the_reason"
         ),
     ),
+    "what needs single layers is refused before ranks start": (
+        asserted_in("models/foreign/test_other_families.py", "test_a_refusal_starts_no_rank"),
+    ),
+    "One that skips layers at random (`layerdrop`) is refused": (
+        asserted_in("models/foreign/test_other_families.py", "test_layers_that_are_skipped_at_random_are_refused"),
+    ),
     # CONTRIBUTING, docs/README
     "has a row in `tests/test_claims.py`": (),
     "`tests/test_claims.py` checks that": (),
