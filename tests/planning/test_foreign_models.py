@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from foreign_families import FAMILIES, build_family, write_family
+from other_families import write_other_family
 from torch import Tensor
 
 import echelon as ec
@@ -369,12 +370,16 @@ def test_faults_are_reported_in_one_sentence(config: str | None, words: str, tmp
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_class_whose_layers_are_not_known_is_planned_without_stages(tmp_path: Path) -> None:
-    config = {"model_type": "xlm", "vocab_size": 97, "emb_dim": 32, "n_layers": 2, "n_heads": 4}
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    plans = find_plans(f"hf:{tmp_path}", "8xh100").plans
-    assert plans
-    assert {plan.layout.pp for plan in plans if plan.runnable} == {1}
+def test_a_class_whose_layers_cannot_run_alone_is_planned_without_pipelines(tmp_path: Path) -> None:
+    plans = ec.plan(f"hf:{write_other_family('zamba', tmp_path)}", "4xh100", batch=16, seq_len=SEQ_LEN, top=50)
+    assert {(plan.layout.pp, plan.layout.cp, plan.layout.sp) for plan in plans if plan.layout.tp > 1} <= {(1, 1, 0)}
+    assert {plan.layout.pp for plan in plans} == {1}
+
+
+def test_a_class_that_reads_what_it_computes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="cannot be run without values") as caught:
+        find_plans(f"hf:{write_other_family('jetmoe', tmp_path)}", "8xh100")
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_transformers_is_an_extra(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
