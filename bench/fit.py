@@ -72,6 +72,7 @@ PRIORS = {
     "flash1": Prior(0.3, share=True),
     "flash2": Prior(0.42, share=True),
     "best_attention": Prior(0.45, share=True),
+    "blackwell_attention": Prior(0.45, share=True),
     "fused_score_bytes": Prior(12),
     "plain_score_bytes": Prior(30, HELD),  # by what the operators read and write
     "memory_bandwidth": Prior(0.85, 0.1, True),

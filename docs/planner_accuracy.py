@@ -68,6 +68,7 @@ OWN = {
     "hopper": "fitted to steps on one H200",
     "hopper_fp8": "fitted to steps on one H200",
     "best_attention": "fitted to steps on one H200",
+    "blackwell_attention": "taken to be the same",
     "memory_bandwidth": "fitted to steps on one H200",
     "blockwise_attention": "measured: ring attention's blocks on one H200",
     "expert_edge": "that of other GEMMs; steps of MoE models agree",
@@ -87,6 +88,6 @@ def table_columns() -> str:
     return (
         f"A table for `echelon score` is a CSV with the columns {names}; with `layers` or `params_b`, and with a time: "
         "`step_time_s`, `tokens_per_s_per_gpu` or\n`tflops_per_gpu`. What else it may have is in the header of "
-        "`bench/published/measurements.csv`; rules at the top of `planning/calibrate/published_runs.py` fill in what "
-        "is blank.\n"
+        "`bench/published/measurements.csv`, and `program` as `--program` has it;\nrules at the top of "
+        "`planning/calibrate/published_runs.py` fill in what is blank.\n"
     )

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import activations
+import adapter_states
 import compressed
 import gates
 import goodput_table
@@ -373,12 +374,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "columns of a table of runs": planner_accuracy.table_columns,
     "goodput": goodput_table.printed,
     "foreign families": lambda: markdown(*verified_families.columns()),
+    "other families": lambda: markdown(*verified_families.other_columns()),
     "memory stack": lambda: markdown(*saved_memory.measured(saved_memory.STACKED)),
     "memory alone": lambda: markdown(*saved_memory.measured(saved_memory.ALONE)),
     "savings": lambda: markdown(*techniques.saved()),
     "layout keys": layout_keys,
     "configuration keys": configuration_keys,
     "state bytes": state_bytes,
+    "adapter states": lambda: markdown(*adapter_states.held()),
     "batch statistics": batch_statistics,
     "recomputed": lambda: markdown(*activations.recomputed(MODEL, SEQ_LEN)),
     "kept over layers": lambda: markdown(*activations.kept_over_layers()),

@@ -13,6 +13,8 @@ from echelon.config.sections import OptimizerConfig
 from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout, Mesh
 from echelon.layout.collective import Collective, count_collectives
+from echelon.models.lora.add_lora import add_adapters
+from echelon.models.lora.lora_options import LoRAOptions
 from echelon.models.model_config import ModelConfig
 from echelon.parallel.comm.mesh_axis import enumerate_groups
 from echelon.parallel.tp.cost import TransformerSizes
@@ -28,13 +30,16 @@ class Counted:
     claimed: Seen
 
 
-ADAMW = OptimizerConfig(lr=1e-2)
+ADAMW, NO_LORA = OptimizerConfig(lr=1e-2), LoRAOptions()
 
 
-def count(model: ModelConfig, text: str, rule: OptimizerConfig = ADAMW, **choices: Any) -> Counted:
+def count(
+    model: ModelConfig, text: str, rule: OptimizerConfig = ADAMW, *, lora: LoRAOptions = NO_LORA, **choices: Any
+) -> Counted:
     """On a rank: the collectives of the second step, really issued and as the strategies' cost functions claim them."""
     layout, clip = Layout.parse(text), 0.0 if rule.in_backward else 1.0
-    engine = Engine(models.build(model, "meta"), layout, rule, clip=clip, options=ParallelOptions(**choices))
+    built = add_adapters(models.build(model, "meta"), lora, seed=0)
+    engine = Engine(built, layout, rule, clip=clip, options=ParallelOptions(**choices))
     engine.model.train()
     case = VerifyCase(model=model, seq_len=SEQ_LEN)
     engine.step(case.batch(0, layout.batch))

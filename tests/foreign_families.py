@@ -75,18 +75,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 MOE_FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next")
-CORE_FAMILIES = (
-    *("llama", "qwen2", "qwen3", "phi", "phi3", "gpt2", "gpt_neox", "opt", "olmo2", "starcoder2", "stablelm", "cohere"),
-    *("granite", "glm4", "smollm3", "mixtral", "qwen3_moe"),
-)
-"""those whose attention is causal, goes through transformers' interface, and has neither windows nor sinks"""
 
 
-def build_family(name: str, **options: Any) -> Any:
+def build_family(name: str, changes: dict[str, Any] | None = None, **options: Any) -> Any:
     """The class of transformers with random weights, as a user has it."""
     transformers = pytest.importorskip("transformers")
     kind, values = FAMILIES[name]
-    return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **values), **options)
+    config = transformers.AutoConfig.for_model(kind, **{**values, **(changes or {})})
+    return transformers.AutoModelForCausalLM.from_config(config, **options)
 
 
 def write_family(name: str, folder: Path, **changes: Any) -> Path:

@@ -89,7 +89,7 @@ class TracedCase:
 
     @cached_property
     def graph(self) -> TracedGraph:
-        graph: TracedGraph = self.traced.example_graph()
+        graph: TracedGraph = self.traced.graph_of(self.inputs, training=True)
         return graph
 
     @cached_property

@@ -142,10 +142,28 @@ CLAIMS: dict[str, tuple[Check, ...]] = {
     "A branch on anything else is refused": (
         asserted_in("planning/test_trace_module.py", "test_branches_on_other_values_are_refused_with_their_place"),
     ),
-    "Context parallelism is refused where attention does not go through transformers' interface": (
+    "Context parallelism is refused where an embedding depends on other tokens": (
         asserted_in(
-            "test_transparency_foreign.py", "test_sequences_that_cannot_be_divided_are_refused_with_the_reason"
+            "parallel/cp/test_sequence_plan.py",
+            "test_an_embedding_that_needs_other_tokens_is_refused",
+            "test_logits_that_need_other_tokens_are_refused",
+            "test_tokens_that_meet_elsewhere_get_full_sequences",
         ),
+    ),
+    "A whole layer that gets full sequences is incompatible with `tp` and `sp=1`": (
+        asserted_in("parallel/cp/test_sequence_plan.py", "test_tokens_that_meet_elsewhere_get_full_sequences"),
+    ),
+    "is found by running its forward on given logits": (
+        asserted_in("models/foreign/test_router_loss.py", "test_another_loss_is_refused"),
+    ),
+    "Others refuse them: `opt`": (
+        asserted_in(
+            "parallel/cp/test_sequence_plan.py", "test_documents_are_refused_where_a_class_does_not_keep_them_apart"
+        ),
+    ),
+    # LoRA
+    "DoRA, biases and other methods are refused by name": (
+        asserted_in("checkpoint/hf/test_peft_adapter.py", "test_an_adapter_that_computes_something_else_is_refused"),
     ),
     # CONTRIBUTING, docs/README
     "has a row in `tests/test_claims.py`": (),
@@ -194,6 +212,25 @@ CLAIMS: dict[str, tuple[Check, ...]] = {
     # data parallelism
     "Echelon does not implement the single-controller approach": (
         not_imported("DataParallel", "training", "parallel", "launch"),
+    ),
+    # automatic sharding
+    "need modules, and refuse a graph": (
+        asserted_in(
+            "test_transparency_traced.py",
+            "test_context_and_expert_parallelism_are_refused",
+            "test_settings_that_change_modules_are_refused",
+        ),
+    ),
+    # classes of transformers
+    "what needs single layers is refused before ranks start": (
+        asserted_in(
+            "models/foreign/test_other_families.py",
+            "test_layers_that_cannot_run_alone_are_refused_with_the_reason",
+            "test_a_refusal_starts_no_rank",
+        ),
+    ),
+    "One that skips layers at random (`layerdrop`) is refused": (
+        asserted_in("models/foreign/test_other_families.py", "test_layers_that_are_skipped_at_random_are_refused"),
     ),
     # data
     "A record with both fields or with neither is refused": (
@@ -422,7 +459,7 @@ def resolves(name: str) -> bool:
     return True
 
 
-WORDS = {9: "nine", 11: "eleven", 12: "twelve", 13: "thirteen", 14: "fourteen"}
+WORDS = {9: "nine", 11: "eleven", 12: "twelve", 13: "thirteen", 14: "fourteen", 15: "fifteen"}
 
 
 def counts() -> dict[str, tuple[str, ...]]:

@@ -15,6 +15,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+import adapters  # noqa: E402
 import attempts  # noqa: E402
 import compression  # noqa: E402
 import context  # noqa: E402
@@ -47,6 +48,7 @@ DRAWN: dict[str, Callable[[], str]] = {
     "packages": packages.packages,
     "mesh": splits.mesh,
     "foreign-parts": foreign.parts,
+    "lora-split": adapters.split,
     "flat-units": splits.flat_units,
     "zero-stages": splits.zero_stages,
     "sharding-states": shardings.states,

@@ -5,6 +5,7 @@ ec.verify(model, layouts)           check that layouts compute what one device c
 ec.train(config_or_model, ...)      train on as many ranks as the layout needs
 ec.wrap(model, layout)              a drop-in for DDP and FSDP in a custom training loop
 ec.Engine(model, layout).step(b)    one exact step on the global batch
+ec.add_lora(model, rank=8)          freeze a model and add LoRA adapters
 ec.compressed("lossless+fp8")       compress the saved activations of any model
 ec.PipelineModel, ec.PipelineLayer  where a pipeline may cut a custom model
 ec.CoreAttention, AttentionContext  the attention of a custom model, for context parallelism
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from echelon.layout import Layout, Mesh, ValidationError
     from echelon.memory.compression.saved_tensor_compression import compressed
     from echelon.models.attention import AttentionContext, CoreAttention
+    from echelon.models.lora.add_lora import add_lora
     from echelon.models.pipeline_model import PipelineLayer, PipelineModel
     from echelon.planning.planner import plan
     from echelon.training.engine import Engine
@@ -42,6 +44,7 @@ __all__ = [
     "Report",
     "Run",
     "ValidationError",
+    "add_lora",
     "compressed",
     "plan",
     "train",
@@ -61,6 +64,7 @@ _MODULES = {
     "Report": "echelon.verification.verifier",
     "Run": "echelon.training.run.run_dir",
     "ValidationError": "echelon.layout",
+    "add_lora": "echelon.models.lora.add_lora",
     "compressed": "echelon.memory.compression.saved_tensor_compression",
     "plan": "echelon.planning.planner",
     "train": "echelon.training.start_training",

@@ -153,19 +153,31 @@ def has_hooks_or_patched_forward(module: torch.nn.Module) -> bool:
     return any(getattr(module, name) for name in hooks) or "forward" in vars(module)
 
 
-def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+def cudnn_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
     """cuDNN attention: (out, lse [B, H, T]); k and v may have fewer heads than q. Tried on 2.11; same in 2.13.
 
     The public function does not return the log-sum-exp.
     """
     import torch
 
-    out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention.default(q, k, v, bias, True, 0.0, causal)[:2]
+    out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
+        q, k, v, bias, True, 0.0, causal, scale=scale
+    )[:2]
     return out, lse.view(q.shape[:3])
 
 
 def cudnn_attention_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, causal: bool
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), each with the strides of its forward input. Tried on 2.11.
 
@@ -176,27 +188,49 @@ def cudnn_attention_backward(
 
     seed = torch.empty((), dtype=torch.int64, device=q.device)  # dropout is off
     result: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
-        gradient, q, k, v, out, lse.unsqueeze(-1), seed, seed, bias, None, None, q.shape[2], k.shape[2], 0.0, causal
+        gradient,
+        q,
+        k,
+        v,
+        out,
+        lse.unsqueeze(-1),
+        seed,
+        seed,
+        bias,
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        causal,
+        scale=scale,
     )
     return result
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None = None) -> tuple[Tensor, Tensor]:
     """As `cudnn_attention`, by torch's flash attention. Tried on 2.11."""
     import torch
 
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal)[:2]
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, scale=scale)[:2]
     return out, lse
 
 
 def flash_attention_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     import torch
 
     seed = torch.empty((), dtype=torch.int64, device=q.device)
     result: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
-        gradient, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed
+        gradient, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed, scale=scale
     )
     return result
 
@@ -207,3 +241,10 @@ def top_saved_tensor_hooks() -> tuple[Any, Any] | None:
 
     result: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return result
+
+
+def unflatten_outputs(program: Any, values: list[Any]) -> Any:
+    """What the forward of a `torch.export` program returns, of its flat results. Tried on 2.13."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_unflatten(values, program.call_spec.out_spec)

@@ -170,7 +170,7 @@ def test_an_error_of_a_users_factory_is_not_hidden(here):
         (["--procs", "100000"], ["procs=100000"]),
         (["--set", "layout=dp=2", "--set", "run=/proc/foo"], ["cannot write the run", "set run to another"]),
         (["--set", "layout=dp=2", "--set", 'shard.units=["nope"]'], ["no module matches the unit pattern (nope)"]),
-        (["--set", "model=own.py:build", "--set", "layout=tp=2", "--set", "batch=4"], ["split"]),
+        (["--set", "model=own.py:build", "--set", "layout=tp=4,tp_kind=2d", "--set", "batch=4"], ["split"]),
     ],
 )
 def test_bad_input_is_refused_without_a_traceback(here, args, words):

@@ -333,13 +333,25 @@ class TestCudnn:
             found = (q @ spread(k).transpose(-1, -2)).div_(HEAD_DIM**0.5)
             return found if bias is None else found + bias
 
-        def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+        def forward(
+            q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float | None
+        ) -> tuple[Tensor, Tensor]:
+            assert scale is None
             found = scores(q, k, bias)
             return found.softmax(-1) @ spread(v), found.logsumexp(-1)
 
         def back(
-            g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, causal: bool
+            g: Tensor,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            out: Tensor,
+            lse: Tensor,
+            bias: Tensor | None,
+            causal: bool,
+            scale: float | None,
         ) -> tuple[Tensor, Tensor, Tensor]:
+            assert scale is None
             assert g.transpose(1, 2).is_contiguous()
             assert out.transpose(1, 2).is_contiguous()
             assert lse.is_contiguous()

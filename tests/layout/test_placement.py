@@ -40,7 +40,7 @@ def worlds(draw: st.DrawFn) -> tuple[tuple[LogicalParam, ...], dict[str, int]]:
         "shard": draw(st.integers(1, 5)),
         "replica": draw(st.integers(1, 2)),
     }
-    entries = []
+    entries, trainable = [], draw(st.booleans())
     for index in range(draw(st.integers(1, 4))):
         shape = tuple(draw(st.lists(st.integers(1, 7), min_size=0, max_size=3)))
         axes = draw(st.permutations(["x", "y"]))
@@ -49,9 +49,7 @@ def worlds(draw: st.DrawFn) -> tuple[tuple[LogicalParam, ...], dict[str, int]]:
         for axis, dim in list(zip(axes, dims, strict=False))[: draw(st.integers(0, 2))]:
             copies = draw(st.sampled_from([c for c in range(1, sizes[axis] + 1) if sizes[axis] % c == 0]))
             cuts.append(DimSplit(axis=axis, dim=dim, num_parts=sizes[axis] // copies, num_copies=copies))
-        entries.append(
-            entry(f"p{index}", *shape, cuts=tuple(cuts), decay=draw(st.booleans()), trainable=draw(st.booleans()))
-        )
+        entries.append(entry(f"p{index}", *shape, cuts=tuple(cuts), decay=draw(st.booleans()), trainable=trainable))
     return tuple(entries), sizes
 
 
@@ -131,24 +129,6 @@ def test_the_shards_of_a_buffer_are_equal_and_cover_it(world: tuple[tuple[Logica
         edges = [unit.shard_interval(e, shard) for shard in range(unit.num_shards)]
         covered = [i for start, stop in edges for i in range(start, stop)]
         assert covered == list(range(e.local_numel))
-
-
-@settings(deadline=None)
-@given(worlds())
-def test_decay_ranges_cover_each_element_of_a_shard(
-    world: tuple[tuple[LogicalParam, ...], dict[str, int]],
-) -> None:
-    entries, sizes = world
-    unit = ParamGroupSpec(name="", params=entries, num_shards=sizes["shard"])
-    kinds = ["padding"] * (unit.num_shards * unit.shard_numel)
-    for e in unit.params:
-        kind = "frozen" if not e.trainable else "decayed" if e.decay else "plain"
-        start = unit.offsets[e.name]
-        kinds[start : start + e.local_numel] = [kind] * e.local_numel
-    for shard in range(unit.num_shards):
-        mine = kinds[shard * unit.shard_numel : (shard + 1) * unit.shard_numel]
-        for kind, (start, stop) in zip(("decayed", "plain"), unit.decay_ranges(shard), strict=True):
-            assert {i for i, k in enumerate(mine) if k == kind} == set(range(start, stop))
 
 
 def piece_of(e: LogicalParam, at: dict[str, int], shards: int = 1) -> Piece:
@@ -247,17 +227,32 @@ def test_experts_form_groups_that_are_freed_after_use() -> None:
     }
 
 
-def test_a_buffer_holds_decayed_then_plain_then_frozen() -> None:
-    unit = ParamGroupSpec(
-        name="",
-        params=(
-            entry("bias", 3, decay=False),
-            entry("frozen", 4, trainable=False),
-            entry("weight", 2, 2),
-            entry("other", 5),
-        ),
-        num_shards=3,
-    )
-    assert unit.offsets == {"weight": 0, "other": 4, "bias": 9, "frozen": 12}
-    assert (unit.numel, unit.shard_numel) == (16, 6)
-    assert [unit.decay_ranges(shard) for shard in range(3)] == [((0, 6), (6, 6)), ((0, 3), (3, 6)), ((0, 0), (0, 0))]
+def test_a_buffer_holds_decayed_then_plain() -> None:
+    params = (entry("bias", 3, decay=False), entry("weight", 2, 2), entry("other", 5))
+    unit = ParamGroupSpec(name="", params=params, num_shards=3)
+    assert unit.offsets == {"weight": 0, "other": 4, "bias": 9}
+    assert (unit.numel, unit.shard_numel) == (12, 4)
+
+
+@pytest.mark.parametrize(("shard_frozen", "shards"), [(False, 1), (True, 4)])
+def test_frozen_parameters_form_groups_beside_the_trainable_ones(shard_frozen: bool, shards: int) -> None:
+    """In one buffer with them, frozen parameters would have gradients and master weights, and be reduced."""
+    params = [entry("a.w", 8, trainable=False), entry("a.lora", 2), entry("embed", 4, trainable=False)]
+    units = group_params(params, {"a": False}, 4, shard_frozen=shard_frozen)
+    assert [(unit.name, unit.module, unit.num_shards) for unit in units] == [
+        (" (frozen)", "", shards),
+        ("a", "a", 4),
+        ("a (frozen)", "a", shards),
+    ]
+
+
+def test_one_of_the_ranks_that_shard_other_groups_writes_a_frozen_one() -> None:
+    frozen = group_params([entry("w", 8, trainable=False)], {}, 2)
+    writers = [
+        Placement(param_groups=frozen, coordinates={"shard": shard, "replica": replica, "cp": 0, "pp": 0})
+        .piece(frozen[0], frozen[0].params[0])
+        .is_first_replica
+        for shard in range(2)
+        for replica in range(2)
+    ]
+    assert writers == [True, False, False, False]

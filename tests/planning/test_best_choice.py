@@ -49,7 +49,14 @@ def test_the_embedding_and_the_head_count_as_layers_where_layers_do_not_divide()
 
 
 @pytest.mark.parametrize(
-    "cells", [{"vpp": "1"}, {"schedule": "1F1B"}, {"gpu": "V100-16GB-SXM2"}, {"note": "DeepSpeed"}, {"note": ""}]
+    "cells",
+    [
+        {"vpp": "1"},
+        {"schedule": "1F1B"},
+        {"gpu": "V100-16GB-SXM2"},
+        {"note": "DeepSpeed"},
+        {"note": "", "gpu": "A100-80GB"},
+    ],
 )
 def test_chunks_are_chosen_only_where_they_are_open(cells):
     found = run(LLAMA_405B, **cells)

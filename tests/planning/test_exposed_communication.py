@@ -132,3 +132,14 @@ def test_a_device_with_less_power_for_its_flops_is_slower() -> None:
 
     assert peak(400) == peak(800) == peak(0) == 312e12
     assert peak(100) == pytest.approx(156e12, rel=0.01)
+
+
+@pytest.mark.parametrize(("ranks", "buckets"), [(8, 201), (64, 126), (512, 16)])
+def test_megatron_reduces_and_gathers_by_buckets_that_grow_with_the_ranks(ranks: int, buckets: int) -> None:
+    """Of 8.03 billion parameters: 40 million each, or a million for each rank, the default of Megatron-Core. With a
+    collective for each layer, the hops of a ring of 300 nodes took as long as the bytes."""
+    layout, cluster = f"dp={ranks},zero=1,microbatch=1", f"{ranks}xh100"
+    assert count(layout, cluster, program="megatron").dp.shards.num_collectives == 2 * buckets
+    assert count(layout, cluster, program="deepspeed").dp.shards.num_collectives == 2 * 33
+    replicated = count(f"dp={ranks},zero=0,microbatch=1", cluster, program="megatron").dp
+    assert (replicated.shards.num_collectives, replicated.replicas.num_collectives) == (0, buckets)

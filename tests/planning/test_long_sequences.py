@@ -154,11 +154,18 @@ class Declared(Plain):
         return PipelineModel((embed, *(PipelineLayer(name, (name,), partial(run, name)) for name in names)))
 
 
+class ReadsValues(Plain):
+    """Branches on the values of its input, which a trace for the solver does not have."""
+
+    def forward(self, tokens, positions=None):
+        return super().forward(tokens if bool((tokens >= 0).all()) else -tokens, positions)
+
+
 @pytest.mark.parametrize("declared", [False, True])
 def test_only_models_that_declare_tp_and_pp_get_them(declared):
     """A plan with tp=2 was marked as runnable, and `train` refused it."""
     inputs = {"tokens": torch.zeros(2, 16, dtype=torch.int64)}
-    shape = trace_module(Declared() if declared else Plain(), inputs)
+    shape = trace_module(Declared() if declared else ReadsValues(), inputs)
     assert (shape.support.tp, shape.support.pp) == (declared, declared)
     asked = PlanRequest(shape=shape, cluster=cluster.parse_cluster("8xh100"), batch=64, seq_len=16)
     layouts = list(all_layouts(asked))
@@ -167,6 +174,14 @@ def test_only_models_that_declare_tp_and_pp_get_them(declared):
         assert any(getattr(layout, axis) > 1 for layout in layouts) == declared
         fixed = replace(asked, fixed={axis: 2})
         assert {fixed.scenario(layout).runnable for layout in all_layouts(fixed)} == {declared}
+
+
+def test_a_module_that_declares_nothing_is_split_by_the_solver():
+    shape = trace_module(Plain(), {"tokens": torch.zeros(2, 16, dtype=torch.int64)})
+    assert (shape.support.tp, shape.support.pp) == (True, True)
+    asked = PlanRequest(shape=shape, cluster=cluster.parse_cluster("8xh100"), batch=64, seq_len=16)
+    fixed = replace(asked, fixed={"tp": 2})
+    assert {fixed.scenario(layout).runnable for layout in all_layouts(fixed)} == {True}
 
 
 def test_a_module_without_a_head_is_planned():

@@ -45,8 +45,8 @@ def found(parsed):
 
 
 def test_step_times_are_within_the_bars(found):
-    assert found.time_median <= 0.075
-    assert found.time_p90 <= 0.20
+    assert found.time_median <= 0.07
+    assert found.time_p90 <= 0.19
 
 
 def test_the_interval_covers_what_it_says(found):
@@ -75,6 +75,16 @@ def test_the_docs_quote_the_errors_of_the_fitted_table(found, fit):
 def test_the_docs_quote_the_errors_on_what_was_left_out(fit, parsed, group):
     table = fit.Table(parsed[0])
     assert fit.left_out_summary(table, fit.GROUPS[group]) == QUOTED["left out"][group], RENEW
+
+
+@pytest.mark.soak
+def test_runs_whose_program_no_text_names_are_predicted_by_their_layout(fit, monkeypatch):
+    """The docs quote it. Priced as an unknown program they were 12.7 % off (90th percentile 31 %)."""
+    monkeypatch.setattr(published_runs, "named_program", lambda row: "")
+    table = fit.Table(published_runs.parse_runs(published_runs.read_runs(TABLE))[0])
+    found = fit.time_summary(table.errors(table.predict(range(len(table.runs)), FITTED_CONSTANTS)))
+    assert found["time_median"] <= 0.10
+    assert found["time_p90"] <= 0.25
 
 
 def test_left_out_sources_are_within_the_bars():
@@ -248,8 +258,13 @@ def test_what_was_assumed_of_incomplete_rows_is_reported(tmp_path):
     assert result.exit_code == 0, result.output
     assumed = {name: source["assumed"] for name, source in json.loads(result.stdout)["sources"].items()}
     assert assumed == {
-        "some": {"microbatch": {"1": 1}, "recompute": {"none": 1, "full": 1}, "zero": {"1": 3}},
-        "other": {"zero": {"1": 1}},
+        "some": {
+            "microbatch": {"1": 1},
+            "program": {"unknown": 3},
+            "recompute": {"none": 1, "full": 1},
+            "zero": {"1": 3},
+        },
+        "other": {"program": {"unknown": 1}, "zero": {"1": 1}},
     }
 
 

@@ -64,6 +64,15 @@ def test_hsdp_is_faster_than_fsdp_where_nodes_are_far() -> None:
     assert times("4096xh100", f"{large},shard=8").total < times("4096xh100", large).total
 
 
+def test_replicas_of_hsdp_are_reduced_once_a_step_behind_the_last_backward() -> None:
+    """What backward of one microbatch does not hide is exposed, whatever the step hides of gathers."""
+    hybrid, slow = "dp=64,zero=3,shard=8,microbatch=1,accumulate=8", replace(C, inter_node=C.inter_node / 50)
+    one = work("64xh100:eth", hybrid)
+    wire = float(one.dp.replicas.wire_bytes) / (one.microbatch.device.inter_node_bandwidth * C.inter_node)
+    waits = float(step_times(one, slow).dp - step_times(one, C).dp)
+    assert waits == pytest.approx(49 * wire, rel=0.2)
+
+
 def test_experts_are_reduced_by_the_ranks_that_hold_the_same_ones() -> None:
     dp = work("64xh100", "dp=64,zero=1,ep=8,microbatch=1", "mixtral-8x7b").dp
     assert (dp.shards.ranks, dp.shards.ranks_per_node) == (64, 8)
@@ -194,3 +203,25 @@ def test_the_host_launches_for_each_layer_by_its_program() -> None:
 
 def test_exposed_time_is_smooth() -> None:
     assert exposed_time(np.array([1.0, 2.0]), np.array([4.0, 0.0])) == pytest.approx([0.0, 2.0], abs=0.01)
+
+
+def test_stages_on_other_nodes_send_over_the_links_between_nodes() -> None:
+    near, far = (
+        float(microbatch_time(work(cluster, "pp=8,microbatch=1,accumulate=8"), C).pp)
+        for cluster in ("8xh100", "8xh100:eth")
+    )
+    assert near == far, "all stages are in a node"
+    across = work("64xh100", "dp=1,tp=8,pp=8,microbatch=1,accumulate=8")
+    size = 4096 * 4096 * 2 / 8
+    seconds = size / (50e9 * C.inter_node) + across.microbatch.device.latency
+    assert float(microbatch_time(across, C).pp) == pytest.approx(seconds)
+
+
+def test_collectives_of_tensor_parallelism_hop_over_ranks_and_nodes() -> None:
+    """A short sequence is all latency: seven hops in a node, and over two nodes 15, one of them between."""
+    one, two = (work("16xh100", f"{text},microbatch=1", seq_len=16, program="torch") for text in ("dp=2,tp=8", "tp=16"))
+    without = replace(C, hop_intra=0.0, hop_inter=0.0)
+    inside, both = (float(microbatch_time(each, C).tp - microbatch_time(each, without).tp) for each in (one, two))
+    count = float(one.microbatch.tp.num_collectives)
+    assert inside == pytest.approx(count * 7 * C.hop_intra)
+    assert both == pytest.approx(count * (14 * C.hop_intra + C.hop_inter))

@@ -222,9 +222,9 @@ def test_a_stack_of_one_class_and_one_without() -> None:
     odd = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
     found = trace_module(odd, {"input": torch.zeros(7, 4)})
     assert (found.num_layers, found.parameters, found.width) == (1, parameters(odd), 4)
-    assert found.layers[0][0].saved_elements == pytest.approx(
-        4 + 6
-    )  # what both products read; the ReLU keeps its output
+    layer = found.layers[0][0]
+    # What both GEMMs read; the ReLU keeps its output, which lies between a column and a row of tp.
+    assert layer.saved_elements + layer.saved_elements_tp == pytest.approx(4 + 6)
 
 
 class Chained(nn.Module):

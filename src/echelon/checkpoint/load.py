@@ -42,6 +42,8 @@ class LoadResult:
     """of tensors, by this rank"""
     bytes_held: int
     """of the tensors that this rank holds, without padding"""
+    note: str = ""
+    """what the user should know of it"""
 
 
 def find_step(storage: Storage, step: int | None = None) -> int:
@@ -136,7 +138,7 @@ class _CheckpointReader:
                 values = self._read_item(item)
                 bytes_held += sum(numel(placed.box) for placed in item.boxes()) * item.dtype.itemsize
                 if item.is_writer:
-                    checksum = add_checksums([_item_checksum(values, placed, item) for placed in item.boxes()])
+                    checksum = item_checksum(values, item)
                     sums[self.tensor_order[item.name]] += torch.tensor([as_int64(word) for word in checksum])
                 item.write(values)
         rows = self.group.all_reduce_sum(sums).tolist()
@@ -185,6 +187,12 @@ class _CheckpointReader:
                 yield stored.file
 
 
-def _item_checksum(values: torch.Tensor, placed: PlacedBox, item: StateItem) -> Checksum:
-    box = values.as_strided(box_shape(placed.box), placed.strides, placed.offset)
-    return box_checksum(box.contiguous(), placed.box, item.shape)
+def item_checksum(values: torch.Tensor, item: StateItem) -> Checksum:
+    """The checksum of a rank's slice of a tensor, given its elements on the CPU."""
+
+    def of_box(placed: PlacedBox) -> Checksum:
+        start = values.storage_offset() + placed.offset
+        box = values.as_strided(box_shape(placed.box), placed.strides, start)
+        return box_checksum(box.contiguous(), placed.box, item.shape)
+
+    return add_checksums([of_box(placed) for placed in item.boxes()])

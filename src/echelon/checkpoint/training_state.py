@@ -6,7 +6,8 @@
     buffer.<name>                   running statistics, biases of gates
     train.<name>                    loss scale, targets of the last step
 
-Of replicas, one rank writes: every element is written once.
+Of replicas, one rank writes: every element is written once. The frozen weights under adapters (LoRA) are no part of the
+state: they are read or drawn again, and their hash is compared (frozen_weights.py).
 """
 
 from __future__ import annotations
@@ -87,16 +88,18 @@ class TrainingState:
         optimizer: ShardedOptimizer,
         average: WeightEMA | None = None,
         scalars: Mapping[str, ScalarState] | None = None,
+        *,
+        has_adapters: bool = False,
     ):
+        """With `has_adapters`, frozen weights are left out."""
         self._parallel, self._optimizer, self._average = parallel, optimizer, average
-        self._scalars = scalars or {}
+        self._scalars, self.has_adapters = scalars or {}, has_adapters
 
     def items(self, *, restoring: bool = False) -> Iterator[StateItem]:
         """With `restoring`, each parameter group refreshes what it derives from its weights after they were written."""
         sharded_model = self._parallel.sharded_model
-        for group in sharded_model.param_groups:
-            for entry in group.spec.params:
-                yield _parameter_item(group, sharded_model.placement.piece(group.spec, entry))
+        for group in sharded_model.trainable_groups if self.has_adapters else sharded_model.param_groups:
+            yield from self._parameters(group)
             if restoring:
                 group.after_update()
         for state in self._optimizer.named_states():
@@ -107,6 +110,17 @@ class TrainingState:
         is_writer = self._parallel.axes.rank == 0
         for name, scalar in self._scalars.items():
             yield _full_item(f"train.{name}", scalar.dtype, (), is_writer, scalar.read, scalar.write)
+
+    def frozen_items(self) -> Iterator[StateItem]:
+        """The frozen weights."""
+        for group in self._parallel.sharded_model.param_groups:
+            if not group.spec.trainable:
+                yield from self._parameters(group)
+
+    def _parameters(self, group: ParamGroup) -> Iterator[StateItem]:
+        placement = self._parallel.sharded_model.placement
+        for entry in group.spec.params:
+            yield _parameter_item(group, placement.piece(group.spec, entry))
 
     def _buffers(self) -> Iterator[StateItem]:
         model, coordinates = self._parallel.model, self._parallel.axes.coordinates
@@ -133,16 +147,19 @@ def _full_item(
 
 def _parameter_item(param_group: ParamGroup, piece: Piece) -> StateItem:
     where = slice(piece.shard_offset, piece.shard_offset + piece.stop - piece.start)
+    dtype = param_group.master.dtype
+    if not piece.param.trainable:  # in the compute dtype, which may change when a run resumes
+        dtype = torch.promote_types(dtype, torch.float32)
 
     def read() -> Tensor:
-        return param_group.master.values(where)
+        return param_group.master.values(where).to(dtype)
 
     @torch.no_grad()
     def write(values: Tensor) -> None:
         if len(values):
             param_group.master.set_values(piece.shard_offset, values)
 
-    name, dtype, shape = f"model.{piece.param.name}", param_group.master.dtype, piece.param.shape
+    name, shape = f"model.{piece.param.name}", piece.param.shape
     is_writer = piece.is_owner and piece.is_first_replica
     return StateItem(name, dtype, shape, LocalSlice.from_piece(piece), is_writer, read, write)
 

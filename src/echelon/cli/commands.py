@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import typer
 
-from echelon.cli import bench, draw, export, import_, plan, score, train, verify
+from echelon.cli import bench, draw, export, import_, plan, score, split, train, verify
 
 app = typer.Typer(
     name="echelon",
@@ -19,6 +19,7 @@ app = typer.Typer(
 app.command("train", epilog=train.EXAMPLES)(train.command)
 app.command("verify", epilog=verify.EXAMPLES)(verify.command)
 app.command("plan", epilog=plan.EXAMPLES)(plan.command)
+app.command("split", epilog=split.EXAMPLES)(split.command)
 app.command("score", epilog=score.EXAMPLES)(score.command)
 app.command("draw", epilog=draw.EXAMPLES)(draw.command)
 app.command("bench", epilog=bench.EXAMPLES)(bench.command)

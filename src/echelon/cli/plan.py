@@ -62,7 +62,9 @@ def command(
     imbalance: Annotated[float, optional("Max/mean expert load across ep ranks. Default: 1.3.")] = 0.0,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Keys as in train: optimizer.*, clip, compress or memory.*."),
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Keys as in train: optimizer.*, clip, compress, memory.* or lora.*."
+        ),
     ] = None,
     savings: Annotated[
         bool, typer.Option("--savings", help="List what each memory technique would save and cost.")
@@ -109,6 +111,7 @@ def command(
             optimizer=parsed.rule,
             memory_options=parsed.memory_options,
             host_share=parsed.host,
+            lora_rank=parsed.lora_rank,
             baselines=baselines,
         )
         best = result.plans[0] if result.plans else result.nearest

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.config import schema
+from echelon.config.lora_rules import LORA_KEYS, lora_issues
 from echelon.config.record_rules import record_issues, records_without_effect
 from echelon.input_file import InputFileError, open_input
 from echelon.layout import Layout, ValidationError, ValidationIssue, check_layout, grammar
@@ -130,6 +131,11 @@ def _optimizer_rules(config: Config, layout: Layout) -> Iterator[KeyedIssue]:
         yield (issue.key, "layout"), issue
 
 
+def _lora_rules(config: Config, layout: Layout) -> Iterator[KeyedIssue]:
+    for issue in lora_issues(config, layout):
+        yield (issue.key, "lora.rank", "model", "layout"), issue
+
+
 def _compress_rules(config: Config, layout: Layout) -> Iterator[KeyedIssue]:
     if message := compression_cost.incompatibility(config.compress, layout.recompute, layout.offload):
         yield _keyed("compress", config.compress, message, reads=("layout",))
@@ -196,6 +202,8 @@ def keys_without_effect(config: Config) -> dict[str, str]:
     idle |= _keys_without_effect_on_model(config.model, table)
     if not user_model.is_user_model(config.model):
         idle |= records_without_effect(config.data)
+    if not config.lora.rank:
+        idle |= dict.fromkeys(LORA_KEYS, "lora.rank=0")
     layout = resolve_layout(config)
     if layout.zero != 3 and not offloads_params(layout.offload):
         idle |= dict.fromkeys(("shard.reshard_after_forward", "shard.prefetch"), f"zero={layout.zero}")
@@ -329,7 +337,7 @@ def _replay_conflicts(config: Config, layout: Layout) -> Iterator[tuple[str, str
 
 RULES = (
     *(_data_rules, _model_rules, _precision_rules, _optimizer_rules, _run_rules),
-    *(_compress_rules, _elastic_rules, _guard_rules),
+    *(_compress_rules, _elastic_rules, _guard_rules, _lora_rules),
 )
 MEASURE = "measure"
 """value of `pipeline.profile` that measures the layers before the run"""

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from echelon.config import schema, sections
 from echelon.config.config_rules import cross_key_issues, keys_without_effect, no_effect_issues
+from echelon.config.lora_rules import pattern_issues
 from echelon.config.schema import ConfigKey, Range, SettingText
 from echelon.config.sections import AT_LEAST_0, AT_LEAST_1, BELOW_ONE
 from echelon.config.size_rules import size_issues
@@ -53,6 +54,7 @@ class Config:
     """Fused kernels on a GPU, or plain torch operators everywhere, for comparison."""
     compress: Literal["none", "lossless", "lossless+fp16", "lossless+fp8", "lossless+int8"] = "none"
     """Compression of saved activations: none, lossless, or lossless with values in fewer bits."""
+    lora: sections.LoRAConfig = field(default_factory=sections.LoRAConfig)
     optimizer: sections.OptimizerConfig = field(default_factory=sections.OptimizerConfig)
     schedule: sections.LRScheduleConfig = field(default_factory=sections.LRScheduleConfig)
     clip: Annotated[float, AT_LEAST_0] = 1.0
@@ -97,7 +99,7 @@ class Config:
         """Load a TOML file with "key=value" settings over it. Raise ValidationError with every issue.
 
         A file that a run wrote may have keys without effect next to the settings, since no user set them. With
-        `to_train`, sizes must fit into this machine.
+        `to_train`, sizes must fit into this machine, and patterns of adapters the model.
         """
         given, issues = _read_file(cls, path)
         typed, more = _read_settings(settings)
@@ -106,6 +108,7 @@ class Config:
         issues += [*more, *invalid, *config.issues(world=world, invalid_keys=invalid_keys)]
         issues += no_effect_issues(config, typed if written_by_run else given | typed, invalid_keys)
         issues += size_issues(config, world=world, invalid_keys=invalid_keys) if to_train else []
+        issues += pattern_issues(config) if to_train and "lora.rank" not in invalid_keys else []
         return _checked(config, issues)
 
     @classmethod

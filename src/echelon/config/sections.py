@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from echelon.config.schema import OnlyWith, Range
+from echelon.models.lora.lora_options import LoRAOptions
 from echelon.optim.update_rule import ADAMW_PATTERNS, UpdateRule
 
 ABOVE_ZERO = Range(low=0, low_open=True)
@@ -63,6 +64,24 @@ class OptimizerConfig(UpdateRule):
     """Decay of an exponential moving average of the weights, which evaluation uses; 0: none."""
     in_backward: bool = False
     """Update each layer as soon as its gradients are reduced, and free them; requires clip = 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRAConfig(LoRAOptions):
+    rank: Annotated[int, AT_LEAST_0] = 0
+    """Rank of LoRA adapters beside the linears of the frozen model; 0: none, and all weights are trained."""
+    alpha: Annotated[float, ABOVE_ZERO] = 16.0
+    """The adapters' outputs are multiplied by alpha / rank."""
+    targets: tuple[str, ...] = ()
+    """Patterns of linears with adapters, e.g. "q_proj,v_proj" or ["*.attn.*"]. Empty: all linears of the layers."""
+    dropout: Annotated[float, BELOW_ONE] = 0.0
+    """Dropout of the adapters' inputs."""
+    rslora: bool = False
+    """Multiply by alpha / sqrt(rank) instead (rank-stabilised LoRA)."""
+    train: tuple[str, ...] = ()
+    """Patterns of modules that are trained in full beside the adapters, e.g. ["*norm*"]; PEFT's modules_to_save."""
+    init: str = ""
+    """Directory of a PEFT adapter to start from. Empty: A at random, B zero."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,8 @@ FP32_BYTES = 4
 """bytes of an element of a parameter that stays float32"""
 FP32_GROUP = "(float32)"
 """the name of the group of parameters that stay float32, experts apart"""
+FROZEN_SUFFIX = " (frozen)"
+"""what the name of a group of frozen parameters has after that of its module"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +101,9 @@ class ParamGroupSpec:
     """Parameters that are gathered, reduced and freed together, one after another in a flat buffer."""
 
     name: str
-    """the module's name; the root group's is empty"""
+    """the module's name; the root group's is empty. Of a group of frozen parameters with FROZEN_SUFFIX"""
     params: tuple[LogicalParam, ...]
-    """in the order of the buffer: decayed, not decayed, frozen"""
+    """in the order of the buffer: decayed, not decayed; all of them trainable, or all frozen"""
     num_shards: int
     """equal shards of the buffer; 1: unsharded"""
     stays_unsharded: bool = False
@@ -110,13 +112,24 @@ class ParamGroupSpec:
     """where each parameter starts in the buffer"""
 
     def __post_init__(self) -> None:
-        order = sorted(self.params, key=lambda param: (not param.trainable, not param.decay))
+        assert len({param.trainable for param in self.params}) == 1, self.name
+        order = sorted(self.params, key=lambda param: not param.decay)
         object.__setattr__(self, "params", tuple(order))
         offsets, position = {}, 0
         for param in order:
             offsets[param.name] = position
             position += param.local_numel
         object.__setattr__(self, "offsets", offsets)
+
+    @property
+    def module(self) -> str:
+        """The name of the module that holds the parameters."""
+        return self.name.removesuffix(FROZEN_SUFFIX)
+
+    @property
+    def trainable(self) -> bool:
+        """The group's parameters require gradients. A frozen group has parameters and nothing else."""
+        return self.params[0].trainable
 
     @property
     def is_expert(self) -> bool:
@@ -147,18 +160,6 @@ class ParamGroupSpec:
         start = min(max(shard * size - offset, 0), param.local_numel)
         stop = min(max((shard + 1) * size - offset, 0), param.local_numel)
         return start, stop
-
-    def decay_ranges(self, shard: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return the (decayed, not decayed) trainable ranges of a shard, relative to its start."""
-        low, high = shard * self.shard_numel, (shard + 1) * self.shard_numel
-        decayed = sum(e.local_numel for e in self.params if e.trainable and e.decay)
-        trainable = sum(e.local_numel for e in self.params if e.trainable)
-
-        def clip(start: int, stop: int) -> tuple[int, int]:
-            start, stop = min(max(start, low), high), min(max(stop, low), high)
-            return start - low, stop - low
-
-        return clip(0, decayed), clip(decayed, trainable)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,8 +231,14 @@ class Placement:
             shard_offset=group.offsets[param.name] + start - shard * group.shard_numel,
             is_owner=self._is_owner(param),
             counts_in_stage=self._counts_in_stage(param),
-            is_first_replica=self.coordinates["replica" if not param.is_expert else "expert replica"] == 0,
+            is_first_replica=self._is_first_replica(group),
         )
+
+    def _is_first_replica(self, group: ParamGroupSpec) -> bool:
+        # Ranks that shard other groups are replicas of a group that is not sharded, as frozen ones below zero=3 are.
+        prefix = "expert " if group.is_expert else ""
+        is_first_copy = group.num_shards > 1 or self.coordinates[f"{prefix}shard"] == 0
+        return is_first_copy and self.coordinates[f"{prefix}replica"] == 0
 
     def shard_index(self, group: ParamGroupSpec) -> int:
         """Return the index of the shard of a group that this rank holds."""
@@ -257,7 +264,12 @@ class Placement:
 
 
 def group_params(
-    params: Sequence[LogicalParam], roots: Mapping[str, bool], num_shards: int, num_expert_shards: int = 1
+    params: Sequence[LogicalParam],
+    roots: Mapping[str, bool],
+    num_shards: int,
+    num_expert_shards: int = 1,
+    *,
+    shard_frozen: bool = False,
 ) -> tuple[ParamGroupSpec, ...]:
     """Group parameters by the module in `roots` that holds them; the others, tied weights included, form the group "".
 
@@ -266,6 +278,9 @@ def group_params(
 
     `roots` maps each module to whether its group stays unsharded; the group "" does. A weight that several pp ranks
     hold forms a group of its own, so that its shards are the same intervals on all of them.
+
+    Frozen parameters form groups beside the trainable ones of their module, without gradients and states; they are
+    sharded with `shard_frozen` alone.
     """
     groups: dict[str, list[LogicalParam]] = {"": [], FP32_GROUP: [], **{root: [] for root in roots}}
     for param in params:
@@ -278,13 +293,20 @@ def group_params(
         else:
             owners = {next((root for root in roots if name.startswith(root + ".")), "") for name in param.names}
             groups[owners.pop() if len(owners) == 1 else ""].append(param)
+    parts = (
+        (name, name if trainable else name + FROZEN_SUFFIX, [p for p in members if p.trainable == trainable])
+        for name, members in groups.items()
+        for trainable in (True, False)
+    )
     return tuple(
         ParamGroupSpec(
             name=name,
             params=tuple(members),
-            num_shards=num_expert_shards if members[0].is_expert else num_shards,
-            stays_unsharded=not members[0].is_expert and roots.get(name, True),
+            num_shards=(num_expert_shards if members[0].is_expert else num_shards)
+            if members[0].trainable or shard_frozen
+            else 1,
+            stays_unsharded=not members[0].is_expert and roots.get(module, True),
         )
-        for name, members in groups.items()
+        for module, name, members in parts
         if members
     )

@@ -263,13 +263,13 @@ def ep_divides_experts(layout: Layout, constraints: LayoutConstraints) -> Iterat
 
 
 def moe_requires_sp(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
-    """Every rank dispatches tokens of its own."""
+    """Every rank dispatches tokens of its own. Models of transformers divide the tokens where they dispatch them."""
     if layout.tp == 1 or not _has_moe(layout, constraints):
         return
     rule = "is incompatible with experts, whose tokens are divided over tp by position"
     if layout.tp_kind != "1d":
         yield Violation(("tp_kind",), rule)
-    elif not layout.sp:
+    elif not layout.sp and constraints.moe is not None:
         yield Violation(("sp",), f"{rule} (sp 0)")
 
 

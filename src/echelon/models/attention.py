@@ -8,7 +8,7 @@ happens between the projections.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.kernels import tensor_metadata
+from echelon.kernels.attention.blockwise_attention import PLAIN_SCORES, ScoreOptions
 from echelon.kernels.attention.rope import Rotation, apply_rotary, split_and_rotate_qkv
 from echelon.kernels.gemm.fused_linear import project
 from echelon.models.attention_config import RopeScaling
@@ -66,6 +67,7 @@ class AttentionContext:
     rope: Rotation | None = None
     offset: int = 0
     """number of earlier tokens, where TeraPipe passes a sequence slice by slice"""
+    _window_masks: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def mask(self) -> Tensor | None:
@@ -79,6 +81,20 @@ class AttentionContext:
         query_documents = self.documents[:, self.offset : self.offset + queries]
         same = query_documents.unsqueeze(2) == self.documents.unsqueeze(1)
         return (same.tril(self.offset) if self.causal else same).unsqueeze(1)
+
+    def window_mask(self, window: int | None) -> Tensor | None:
+        """`mask`, where a query attends only to the last `window` tokens, itself included."""
+        queries = self.positions.shape[1]
+        keys = self.offset + queries
+        if window is None or (self.causal and keys <= window):
+            return self.mask
+        if not self.causal:
+            raise ValueError(f"a window counts earlier tokens (window={window}); use it with causal attention")
+        if window not in self._window_masks:
+            shape, device = (queries, keys), self.positions.device
+            recent = torch.ones(shape, dtype=torch.bool, device=device).tril(self.offset).triu(self.offset - window + 1)
+            self._window_masks[window] = recent if self.mask is None else self.mask & recent
+        return self._window_masks[window]
 
     def slice_tokens(self, start: int, stop: int) -> AttentionContext:
         """The context of tokens start .. stop - 1, which attend to all earlier tokens too."""
@@ -100,7 +116,15 @@ class AttentionContext:
 class AttentionBackend(Protocol):
     """Attention over keys and values that this rank does not hold: context parallelism, or earlier TeraPipe slices."""
 
-    def attend(self, core: CoreAttention, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
+    def attend(
+        self,
+        core: CoreAttention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: AttentionContext,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """The output of attention for the local queries, from local queries, keys and values."""
         ...
 
@@ -114,7 +138,8 @@ class CoreAttention(nn.Module):
     """softmax(q k) v with q [B, H, T, head_dim], k and v of as many heads or fewer.
 
     The head dim of the output is that of the values. With `prepare`, q, k and v are outputs of the projections, which
-    it turns into heads: recompute=selective then recomputes QK norms and rotations together with the core.
+    it turns into heads: recompute=selective then recomputes QK norms and rotations together with the core. `scores`
+    has the core's own scale, cap and window. `sinks` [H] join the denominator of every row of their head.
 
     >>> q = torch.ones(1, 2, 4, 8)
     >>> ec.CoreAttention()(q, q, q, ec.AttentionContext(positions=torch.arange(4)[None])).shape
@@ -124,40 +149,56 @@ class CoreAttention(nn.Module):
     backend: AttentionBackend | None = None
     """replaces local attention; none: all tokens are local"""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, scores: ScoreOptions = PLAIN_SCORES) -> None:
         super().__init__()
         self.dropout = nn.Dropout(dropout)
+        self.scores = scores
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, prepare: PrepareQKV | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: AttentionContext,
+        prepare: PrepareQKV | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """[B, H, T, head_dim]"""
         if prepare is not None:
             q, k, v = prepare(q, k, v, context)
         if self.backend is not None:
-            return self.backend.attend(self, q, k, v, context)
-        return self.local_attention(q, k, v, context)
+            return self.backend.attend(self, q, k, v, context, sinks)
+        return self.local_attention(q, k, v, context, sinks)
 
-    def local_attention(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
+    def local_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attention where k and v hold every token of the sequence."""
-        if self.training and self.dropout.p > 0:
-            return self._with_dropout(q, k, v, context)
-        gqa, mask = q.shape[1] != k.shape[1], context.mask
-        causal = mask is None and context.causal
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa)
+        if self.scores.softcap is not None or sinks is not None or (self.training and self.dropout.p > 0):
+            return self._by_scores(q, k, v, context, sinks)
+        gqa, mask = q.shape[1] != k.shape[1], context.window_mask(self.scores.window)
+        causal, scale = mask is None and context.causal, self.scores.scale
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa)
 
-    def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
-        # Fused kernels draw their masks themselves; ours are a function of the probability's index.
-        repeat, mask = q.shape[1] // k.shape[1], context.mask
+    def _by_scores(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, sinks: Tensor | None) -> Tensor:
+        # Fused kernels have no caps and no sinks, and draw dropout masks themselves; ours are a function of the
+        # probability's index.
+        repeat, mask, softcap = q.shape[1] // k.shape[1], context.window_mask(self.scores.window), self.scores.softcap
         k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
         if mask is None and context.causal:
             mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(2, 3)
+        scores = (q * self.scores.factor(q.shape[-1])) @ k.transpose(2, 3)
+        if softcap is not None:
+            scores = softcap * (scores / softcap).tanh()
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
+        if sinks is not None:
+            column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, column], dim=-1)
         wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
-        probabilities: Tensor = self.dropout(scores.softmax(-1, dtype=wide).to(v.dtype))
-        return probabilities @ v
+        probabilities = scores.softmax(-1, dtype=wide).to(v.dtype)
+        dropped: Tensor = self.dropout(probabilities if sinks is None else probabilities[..., :-1])
+        return dropped @ v
 
 
 class Attention(nn.Module):

@@ -77,6 +77,11 @@ def block_layers(blocks: nn.ModuleList, run: Callable[..., Any]) -> tuple[Pipeli
     return tuple(PipelineLayer(f"blocks.{i}", (f"blocks.{i}",), partial(run_block, i)) for i in range(len(blocks)))
 
 
+def has_pipeline_model(model: nn.Module) -> bool:
+    """Whether a model's layers can run one by one. Those of some classes of transformers cannot."""
+    return hasattr(model, "pipeline_model") and not getattr(model, "layer_problem", "")
+
+
 def get_pipeline_model(model: nn.Module) -> PipelineModel:
     """The pipeline model that the module's `pipeline_model()` returns, after checking it."""
     make = getattr(model, "pipeline_model", None)

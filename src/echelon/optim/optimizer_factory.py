@@ -43,7 +43,7 @@ def build_optimizer(
     parallel: ParallelModel, rule: UpdateRule, param_groups: Sequence[ParamGroup] | None = None
 ) -> ShardedOptimizer:
     """Build the optimizer of all parameter groups of a rank, or of some, on the device and on the host."""
-    groups = parallel.sharded_model.param_groups if param_groups is None else param_groups
+    groups = parallel.sharded_model.trainable_groups if param_groups is None else param_groups
     on_device = [group for group in groups if group.offloaded is None]
     on_host = [group for group in groups if group.offloaded is not None]
     if not on_host:

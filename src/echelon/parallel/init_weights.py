@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from echelon import rng
 from echelon.layout.placement import Piece
+from echelon.models.lora.adapter import adapter_inits
 from echelon.parallel.parallel_options import ParallelOptions
 
 RNG_CHUNK = 1 << 22
@@ -28,9 +29,10 @@ def initial_values(model: nn.Module, options: ParallelOptions) -> Callable[[Piec
     device, dtype = options.device, torch.promote_types(options.master_dtype, torch.float32)
     given = {name: parameter.detach() for name, parameter in model.named_parameters() if not parameter.is_meta}
     recipe: Any = getattr(model, "initial", None)
+    adapters = adapter_inits(model)
     stored: Mapping[str, Any] = getattr(model, "weight_source", None) or {}
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    missing = [name for name in on_meta if recipe is None and name not in stored]
+    missing = [name for name in on_meta if recipe is None and name not in stored and name not in adapters]
     if missing:
         raise ValueError(
             f"parameters on the meta device need a method `initial(name)` ({type(model).__name__}: {missing[0]}, ...)"
@@ -44,7 +46,7 @@ def initial_values(model: nn.Module, options: ParallelOptions) -> Callable[[Piec
         if param.name in stored:
             return _read_piece(stored[param.name], piece).to(device, dtype)
         out = torch.zeros(piece.stop - piece.start, dtype=dtype, device=device)
-        init: rng.Init = recipe(param.name)
+        init: rng.Init = adapters.get(param.name) or recipe(param.name)
         window = {dim: (low, param.shape[dim]) for dim, (low, _) in enumerate(piece.box)}
         for start, stop in piece.unpadded_runs():
             for first in range(start, stop, RNG_CHUNK):

@@ -83,6 +83,7 @@ def find_plans(
     memory_options: MemoryOptions = DEFAULT_MEMORY_OPTIONS,
     host_share: float | None = None,
     baselines: bool = False,
+    lora_rank: int = 0,
 ) -> PlanResult:
     """Search plans for a model on a cluster, or price `layout`; with `fixed`, only layouts that have these keys.
 
@@ -90,7 +91,8 @@ def find_plans(
     of a run: times are multiplied by its measured over predicted step time. `tokens` adds the cost of training on
     them to the reasons. `program` is one of PLANNED_PROGRAMS: what another one than Echelon would do is priced, in the
     layouts that it has. `imbalance` is the max/mean expert load across ep ranks, `host_share` the share of the
-    optimizer state that an offloading layout puts on the host. `baselines` prices simpler ways too.
+    optimizer state that an offloading layout puts on the host. `baselines` prices simpler ways too. `lora_rank` prices
+    LoRA adapters beside all linears of frozen layers.
     """
     if not 0 <= tokens < float("inf"):
         raise ValidationError.single("tokens", str(tokens), "is not a positive number of tokens", legal="> 0")
@@ -122,6 +124,7 @@ def find_plans(
         moment_bytes=cost.state_bytes_per_element(optimizer) / NUM_MOMENTS if optimizer else PlanRequest.moment_bytes,
         memory_options=memory_options,
         host_share=host_share,
+        lora_rank=lora_rank,
     )
     result = _find_plans(request, model if isinstance(model, str) else shape.name, layout, top)
     if layout and imbalance and result.plans[0].layout.ep == 1:

@@ -79,7 +79,7 @@ class Plan:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation, of the 16-bit peak of the devices in use."""
-        return self._utilisation(self.scenario.shape.train_flops(self.scenario.seq_len))
+        return self._utilisation(self.scenario.train_flops)
 
     @property
     def hfu(self) -> float:
@@ -89,7 +89,7 @@ class Plan:
         attention = sum(n * layer.attention.flops(seq_len) for layer, n in shape.layers if layer.attention)
         gemms = layers - attention
         recomputed = float(recompute.layers * layers + recompute.attention * attention + recompute.gemms * gemms)
-        return self._utilisation(shape.train_flops(seq_len) + recomputed)
+        return self._utilisation(self.scenario.train_flops + recomputed)
 
     def _utilisation(self, flops: float) -> float:
         """Share of the peak that `flops` per token reach."""
@@ -130,7 +130,7 @@ def price(scenario: Scenario, c: Constants = FITTED_CONSTANTS) -> Plan:
     bubble = 0.0
     if scenario.layout.pp > 1:
         duration, bubble = _simulate_pipeline(scenario, work, c)
-        head = 3 * float(microbatch_time(work, c).head) * scenario.layout.accumulate / scenario.layout.pp
+        head = float(microbatch_time(work, c).all_head) * scenario.layout.accumulate / scenario.layout.pp
         times["head"] = scenario.correction * head
         computed = sum(times[name] for name in STAGE_CAUSES)
         # The simulated bubble includes waiting for the slowest stage and for p2p transfers.
@@ -163,13 +163,13 @@ def action_durations(scenario: Scenario, work: StepWork, c: Constants = FITTED_C
     input_grad = float(m.backward) - weight_grad + recompute + (1 - forward_share) * communication
     last, head, send = len(shares) - 1, correction * float(m.head), correction * float(m.pp)
 
-    def per_stage(seconds: float) -> tuple[float, ...]:
+    def per_stage(seconds: float, head: float = head) -> tuple[float, ...]:
         return tuple(share * seconds + head * (stage == last) for stage, share in enumerate(shares))
 
     return Durations(
         forward=per_stage(forward),
         input_grad=per_stage(input_grad),
-        weight_grad=per_stage(weight_grad),
+        weight_grad=per_stage(weight_grad, float(m.is_trained) * head),
         send_forward=send,
         send_backward=send,
     )

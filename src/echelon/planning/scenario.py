@@ -23,7 +23,7 @@ from echelon.planning.calibrate.programs import LAYOUT_VALUES, OWN_PROGRAMS
 from echelon.planning.cluster.cluster import Cluster
 from echelon.planning.memory_options import MemoryOptions
 from echelon.planning.model.layout_support import unsupported_keys
-from echelon.planning.model.model_shape import ModelShape
+from echelon.planning.model.model_shape import ROUTER, LayerShape, ModelShape
 
 ATTENTION_KERNELS = ("plain", "fused", "flash1", "flash2", "best")
 """plain operators; a fused softmax over materialized scores; two versions of flash attention; the best kernel of the
@@ -69,6 +69,8 @@ class TrainingSetup:
     optimizer: UpdateRule | None = None
     """None: AdamW with moments of `moment_bytes`"""
     memory_options: MemoryOptions = DEFAULT_MEMORY_OPTIONS
+    lora_rank: int = 0
+    """rank of LoRA adapters beside all linears of the frozen layers; 0: all weights are trained"""
 
     def violations(self, layout: Layout, *, world: int | None = None, batch: int | None = None) -> dict[str, Violation]:
         """The rules of the grammar and of the model that a layout breaks, by the rule's name."""
@@ -115,9 +117,30 @@ class TrainingSetup:
         return self.precision in ("fp8", "fp4")
 
     @property
+    def train_flops(self) -> float:
+        """FLOPs per token that MFU counts: frozen weights have no weight gradients, attention has no weights."""
+        shape = self.shape
+        if not self.lora_rank:
+            return shape.train_flops(self.seq_len)
+        attention = sum(n * layer.attention.flops(self.seq_len) for layer, n in shape.layers if layer.attention)
+        frozen = shape.flops(self.seq_len) - attention
+        trained = sum(n * lora_numel(layer, self.lora_rank) for layer, n in shape.layers)
+        return 3.0 * attention + 2.0 * frozen + 6.0 * trained
+
+    @property
     def element_bytes(self) -> int:
         """Bytes of an activation; low-precision GEMMs read and write 16 bits."""
         return 4 if self.precision == "fp32" else 2
+
+
+def lora_numel(layer: LayerShape, rank: int) -> int:
+    """Parameters of the LoRA adapters of a layer: of every linear but the experts' and the router's."""
+    return sum(
+        rank * (gemm.inputs + outputs)
+        for gemm in layer.matmuls
+        if not gemm.experts and gemm.name != ROUTER
+        for outputs in gemm.fused_outputs or (gemm.outputs,)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

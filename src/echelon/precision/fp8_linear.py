@@ -160,18 +160,24 @@ def apply_fp8(model: nn.Module, layers: Sequence[str], recipe: str, *, cache_wei
     """Make the linear layers inside the named modules compute in FP8; others (the LM head) keep their dtype."""
     recipes = {"fp8": PerTensorFp8, "fp8-row": RowwiseFp8}
     parts: list[Any] = [part for name in layers for part in model.get_submodule(name).modules()]
-    linears = [part for part in parts if hasattr(part, "gemms") or type(part) is nn.Linear]
+    linears = [part for part in parts if hasattr(part, "gemms") or _linear_class(part) is nn.Linear]
     if not linears:
         raise ValueError(
             f"{type(model).__name__} has no linear layer that could compute in FP8 "
             f"(layers: {', '.join(layers[:3]) or 'none'}); use precision.compute=same"
         )
     for part in linears:
-        is_plain = type(part) is nn.Linear  # of a custom model, whose forward does not read `gemms`
+        is_plain = _linear_class(part) is nn.Linear  # of a custom model, whose forward does not read `gemms`
         part.gemms = recipes[recipe](cache_weights=cache_weights)
         if is_plain:
             part.forward = MethodType(_forward, part)
 
 
 def _forward(layer: nn.Linear, input: Tensor) -> Tensor:
-    return project(input, layer)
+    adapter = layer._modules.get("lora")  # its two small GEMMs keep their dtype
+    return project(input, layer) if adapter is None else project(input, layer) + adapter(input)
+
+
+def _linear_class(layer: nn.Module) -> type:
+    """The class of a layer, beneath the one that an adapter puts before it."""
+    return type(layer).__bases__[-1] if "lora" in layer._modules else type(layer)

@@ -42,6 +42,7 @@ from echelon.layout import Layout, check_layout
 from echelon.layout.collective import Collective
 from echelon.models.foreign.causal_lm import ForeignCausalLM, adapt_if_foreign
 from echelon.models.layers import check_loss_output
+from echelon.models.lora.adapter import adapted_names
 from echelon.models.model_config import ModelConfig
 from echelon.models.traced.trace_on_demand import trace_if_needed
 from echelon.optim import cost, offload_support, optimizer_groups
@@ -71,6 +72,10 @@ from echelon.training.step_result import StepResult, start_host_copy
 
 ForwardBackward = Callable[[Iterable[Microbatch], float], Tensor]
 """takes a step's microbatches and learning rate; returns this rank's (sum of losses, number of valid targets)"""
+
+
+INPUTS = ("embed.", "positions.", "blocks.0.norm1.")
+"""parameters of built-in models before the first linear"""
 
 
 def model_config_of(model: nn.Module) -> ModelConfig | None:
@@ -127,6 +132,12 @@ class Engine:
 
         # What must be read from the full model, before ranks keep their parts of it.
         self.param_names = tuple(name for name, _ in model.named_parameters())
+        self.adapted_linears = adapted_names(model)
+        """the linears with LoRA adapters"""
+        self.trains_inputs = any(p.requires_grad for name, p in model.named_parameters() if name.startswith(INPUTS))
+        """whether a built-in model's backward reaches what is before its first linear"""
+        self.num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        self.num_params = sum(p.numel() for p in model.parameters())
         optimizer_groups.check_patterns(rule, self.param_names)
         self.nonfinite_locator = NonfiniteLocator(model)
         num_experts = experts_per_moe_layer(model, layout)

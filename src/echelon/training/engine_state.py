@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from echelon.checkpoint import frozen_weights
 from echelon.checkpoint.checkpoint_index import CheckpointError
 from echelon.checkpoint.coordination import CheckpointGroup, raise_on_all_ranks
 from echelon.checkpoint.load import LoadResult, load_checkpoint
@@ -29,7 +31,9 @@ def training_state(engine: Engine) -> TrainingState:
     }
     if engine.pipeline is not None and engine.pipeline.asynchronous:
         scalars["seed"] = _async_grad_seed(engine.pipeline.runtime)
-    return TrainingState(engine.parallel, engine.optimizer, engine.ema, scalars)
+    return TrainingState(
+        engine.parallel, engine.optimizer, engine.ema, scalars, has_adapters=bool(engine.adapted_linears)
+    )
 
 
 def _device_scalar(dtype: torch.dtype, read: Callable[[], Tensor]) -> ScalarState:
@@ -58,6 +62,8 @@ class EngineCheckpointer:
         self._storage = open_storage(self._group.broadcast(address))
         self.saver: CheckpointSaver | None = None
         """of the checkpoints that this process writes; None before the first"""
+        self._frozen: dict[str, str] = {}
+        """hash and dtype of the frozen weights, once they are known"""
 
     def save(self, facts: Mapping[str, Any]) -> None:
         """Save the state after the last step. Updates in flight, on the host or in a pipeline, finish first."""
@@ -66,6 +72,8 @@ class EngineCheckpointer:
             state, device = training_state(engine), engine.parallel.options.device
             self.saver = CheckpointSaver(state, self._storage, self._group, device=device, retention=self._keep)
         engine.drain()
+        if engine.adapted_linears:
+            facts = {**facts, frozen_weights.FACT: self._frozen_facts()}
         engine.before_update = self.saver.wait_before_update
         self.saver.save(step, {**facts, "step": step}, in_background=engine.updates_after_backward)
 
@@ -79,7 +87,19 @@ class EngineCheckpointer:
         self._engine.drain()
         loaded = load_checkpoint(training_state(self._engine), self._storage, step, self._group)
         self._engine.num_steps = step
+        if self._engine.adapted_linears:
+            stored, where = loaded.index.metadata.get(frozen_weights.FACT), f"{self._storage.address}, step {step}"
+            note = frozen_weights.check_frozen_hash(stored, self._frozen_facts(), where=where)
+            loaded = replace(loaded, note=note)
         return loaded
+
+    def _frozen_facts(self) -> dict[str, str]:
+        """Return hash and dtype of the frozen weights, which do not change."""
+        if not self._frozen:
+            dtype = str(self._engine.parallel.options.compute_dtype).removeprefix("torch.")
+            frozen_hash = frozen_weights.frozen_hash(training_state(self._engine), self._group)
+            self._frozen = {"hash": frozen_hash, "dtype": dtype}
+        return self._frozen
 
     def set_aside(self, after: int) -> None:
         """Set aside checkpoints of steps after the one that the run resumes from."""

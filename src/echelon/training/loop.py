@@ -303,6 +303,8 @@ class TrainingLoop:
                 self.display.print_note(note)
             self.batch_index.restore(loaded.index.fact("skipped_batches", list, []), step)
             self.logger.spike_detector.load_state_dict(loaded.index.fact("spikes", dict, {}))
+            if loaded.note:
+                self.display.print_note(loaded.note)
             source = f"state {loaded.hash}, this rank read {loaded.bytes_read:,} bytes"
             self.display.print_note(f"resumed after step {step}: {source}")
         state_hash = loaded.hash if loaded is not None else None

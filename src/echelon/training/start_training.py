@@ -13,6 +13,8 @@ from echelon.faults import injection_spec
 from echelon.faults.graceful_stop import EXIT_STATUS
 from echelon.faults.injection_spec import Injection
 from echelon.layout import Layout, ValidationError, ValidationIssue
+from echelon.models.foreign.hf_source import is_hf_model
+from echelon.models.foreign.refused_layouts import find_hf_layout_issues
 from echelon.models.user_model import factory_spec, refuse_while_loading
 from echelon.training.run.run_dir import Run
 
@@ -111,6 +113,8 @@ def run_training(
         from echelon.training.run.budget_check import run_budget_issues
 
         issues += run_budget_issues(config, procs)
+    if not issues and not under_launcher() and is_hf_model(config.model) and config.layout:
+        issues += find_hf_layout_issues(config.model, Layout.parse(config.layout))
     injections: tuple[Injection, ...] = ()
     try:
         # torch's elastic agent may have restarted this process with fewer ranks.

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from echelon.layout.collective import Collective
+from echelon.layout.placement import FROZEN_SUFFIX
 from echelon.memory.checkpointing.cost import RecomputedLayers
 from echelon.memory.offload import cost as offload_cost
 from echelon.models.pipeline_model import is_within
@@ -29,6 +30,7 @@ def step_collectives(engine: Engine, traffic: tp_cost.TransformerSizes | None) -
     slices = pipeline.runtime.slice_lengths(traffic.seq_len) if pipeline is not None and traffic is not None else ()
     collectives: list[Collective] = []
     if traffic is not None:
+        traffic = replace(traffic, frozen_inputs=bool(engine.adapted_linears) and not engine.trains_inputs)
         local_sizes = traffic
         if pipeline is not None:
             local_sizes = replace(pipeline.rank_share(traffic), moe_layers=len(_moe_layers(engine)))
@@ -73,7 +75,7 @@ def _regathered_groups(engine: Engine) -> set[str]:
     regathered: set[str] = set()
     names = [group.name for group in engine.parallel.placement.param_groups]
     for layer in _recomputed_layers(engine):
-        parts = [name for name in names if name != layer and is_within(name, layer)]
+        parts = [name for name in names if name.removesuffix(FROZEN_SUFFIX) != layer and is_within(name, layer)]
         config = getattr(engine.model, "config", None)
         if layer in engine.parallel.checkpointing.segment_tails and getattr(config, "dropout", 1.0) == 0.0:
             parts = parts[:-1]  # still unsharded when backward begins, where the recomputation ends
@@ -148,12 +150,13 @@ def host_transfer_bytes(engine: Engine) -> dict[str, int]:
     parallel, pipeline = engine.parallel, engine.pipeline
     options, groups = parallel.options, engine.parallel.placement.param_groups
     host, away = parallel.offload.host, [group for group in groups if group.name in parallel.offload.group_names]
-    layers = [group.name for group in groups if not group.stays_unsharded]
+    layers = [group.module for group in groups if not group.stays_unsharded]
     paged = None
     if host is not None and host.updates_on_device:
         master = options.master_dtype.itemsize
         paged = offload_cost.PagedUpdate(
-            state_bytes=sum(group.shard_numel for group in away) * master + _offloaded_state_bytes(engine),
+            state_bytes=sum(group.shard_numel for group in away if group.trainable) * master
+            + _offloaded_state_bytes(engine),
             host_gradient_bytes=_host_gradient_bytes(engine),
         )
     return offload_cost.step_link_bytes(
@@ -193,7 +196,7 @@ def offloaded_bytes(engine: Engine) -> dict[str, int]:
     parallel, options = engine.parallel, engine.parallel.options
     host = parallel.offload.host
     away = [group for group in parallel.placement.param_groups if group.name in parallel.offload.group_names]
-    numel = sum(group.shard_numel for group in away)
+    numel = sum(group.shard_numel for group in away if group.trainable)
     return offload_cost.off_device_bytes(
         away,
         with_params=host is not None and host.paged,

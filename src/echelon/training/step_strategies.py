@@ -71,7 +71,7 @@ class UpdateInBackward:
 
     def __init__(self, engine: Engine):
         parallel, device = engine.parallel, engine.parallel.options.device
-        groups = parallel.sharded_model.param_groups
+        groups = parallel.sharded_model.trainable_groups
         self._optimizers = {group: build_optimizer(parallel, engine.update_rule, [group]) for group in groups}
         self._engine, self.optimizer = engine, CombinedOptimizer(list(self._optimizers.values()))
         parallel.sharded_model.on_grad_reduced = self._update_group

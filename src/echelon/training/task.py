@@ -131,7 +131,7 @@ class LanguageModelTask(TextTask):
 
             assert isinstance(model, LanguageModel)
             init_from_dir(model, Path(self.config.model))
-        return model
+        return with_adapters(model, self.config)
 
     def describe(self) -> list[ResolvedSetting]:
         settings = self.describe_data()
@@ -166,7 +166,7 @@ class ForeignModelTask(TextTask):
 
             assert isinstance(model, ForeignCausalLM)
             self._weights_read = init_from_hf_dir(model, self.source)
-        return model
+        return with_adapters(model, self.config)
 
     def describe(self) -> list[ResolvedSetting]:
         return [*self.describe_data(), ("initial weights", str(self.source.folder), self._weights_read)]
@@ -191,7 +191,7 @@ class UserModelTask:
         # A factory that uses torch's generator builds the same weights on every rank.
         torch.manual_seed(self.config.seed)
         model: nn.Module = self._factory()
-        return model
+        return with_adapters(model, self.config)
 
     def describe(self) -> list[ResolvedSetting]:
         return [("data", f"{self._batch.__name__}(rows, step)", "from the file of the model, the same on every rank")]
@@ -214,6 +214,20 @@ class UserModelTask:
 
 
 TrainingTask = LanguageModelTask | ForeignModelTask | UserModelTask
+
+
+def with_adapters(model: nn.Module, config: Config) -> nn.Module:
+    """Return the model with the LoRA adapters of the configuration, if it asks for any."""
+    if not config.lora.rank:
+        return model
+    from echelon.models.lora.add_lora import add_adapters
+
+    adapted: nn.Module = add_adapters(model, config.lora, seed=config.seed)
+    if config.lora.init:
+        from echelon.checkpoint.hf.peft_adapter import load_peft_adapter
+
+        load_peft_adapter(adapted, Path(config.lora.init), config.lora)
+    return adapted
 
 
 def configured_model(config: Config) -> ModelConfig:

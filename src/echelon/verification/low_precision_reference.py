@@ -73,10 +73,12 @@ class LowPrecisionTraining(ReferenceTraining):
 
     def master_params(self) -> dict[str, nn.Parameter]:
         torch.manual_seed(self.case.seed + self._draw)
-        trainable = {name: p.requires_grad for name, p in self.model.named_parameters()}
+        frozen = {name: p.detach().float() for name, p in self.model.named_parameters() if not p.requires_grad}
         # Before the optimizer copies them to its averages.
         rounded = stochastic_round if self.precision.master == "none" else Tensor.clone
-        return {name: nn.Parameter(rounded(value), trainable[name]) for name, value in self._full_precision.items()}
+        trained = {name: rounded(value) for name, value in self._full_precision.items() if name not in frozen}
+        masters = frozen | trained  # frozen parameters have no master weights
+        return {name: nn.Parameter(masters[name], name in trained) for name in self._full_precision}
 
     def paper_rules(self) -> Mapping[str, PaperRule]:
         uses_bfloat16 = self.device.type == "cuda" and self.compute_dtype == torch.bfloat16

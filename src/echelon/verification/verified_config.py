@@ -8,8 +8,8 @@
       patterns that name later layers
 
 Everything else runs as asked: the optimizer with its groups, moving average and updates in backward, clipping, the
-learning-rate schedule, dropout, packed documents, gates, sharding, offload. A loss scale is an identity in float64, as
-it is a power of two. No torch.
+learning-rate schedule, dropout, packed documents, gates, sharding, offload, LoRA adapters (from a random B instead of
+zero). A loss scale is an identity in float64, as it is a power of two. No torch.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ IN_FLOAT64 = {
 IN_A_SHRUNKEN_MODEL = {
     **dict.fromkeys(("pipeline.layers", "pipeline.slices", "pipeline.profile", "shard.units"), SHRUNKEN),
     **dict.fromkeys(("optimizer.groups", "optimizer.by_adamw", "precision.keep_fp32"), SHRUNKEN),
+    **dict.fromkeys(("lora.targets", "lora.train"), SHRUNKEN),
 }
 """why a key is replaced"""
 LAYER_NUMBER = re.compile(r"[][0-9?!-]*[0-9][][0-9?!-]*")
@@ -85,6 +86,9 @@ def fitted_config(config: Config, *, layers: int, stages: int, seq_len: int) -> 
         ),
         shard=replace(shard, units=_existing(shard.units, layers)),
         optimizer=replace(rule, groups=_existing(rule.groups, layers), by_adamw=_existing(rule.by_adamw, layers)),
+        lora=replace(
+            config.lora, targets=_existing(config.lora.targets, layers), train=_existing(config.lora.train, layers)
+        ),
         precision=replace(config.precision, keep_fp32=_existing(config.precision.keep_fp32, layers)),
     )
     return runs, tuple(_replacements(config, runs, IN_A_SHRUNKEN_MODEL))

@@ -17,6 +17,8 @@ from echelon.launch.rank_pool import RankPool
 from echelon.launch.scratch_dir import ScratchFolder
 from echelon.layout import Layout
 from echelon.layout.layout import ASYNC_SCHEDULES
+from echelon.models.foreign.hf_source import is_hf_model
+from echelon.models.foreign.refused_layouts import find_hf_layout_issues
 from echelon.models.model_config import ModelConfig
 from echelon.pipeline.schedules import updates_per_step
 from echelon.verification.as_configured import DerivedTolerance, num_draws, reference_errors
@@ -181,12 +183,14 @@ class Verifier:
         started, run = time.perf_counter(), case_for_layout(self.case, layout)
         case, ran = run.case, with_two_sequences(run.layout)
         differences: list[Difference] = []
-        trouble = ""
+        is_hf = isinstance(case.model, str) and is_hf_model(case.model)
+        trouble = "; ".join(map(str, find_hf_layout_issues(str(case.model), ran))) if is_hf else ""
+        is_refused = bool(trouble)
         try:
-            differences = self._differences(case, ran)
+            differences = [] if is_refused else self._differences(case, ran)
         except RankError as error:
             trouble = str(error)
-        allowed = self._allowed(case, ran)
+        allowed = _exact if is_refused else self._allowed(case, ran)
         wrong = [difference for difference in differences if _excess(difference, allowed) > 1]
         nearest = max(differences, key=lambda difference: _excess(difference, allowed), default=None)
         return LayoutVerdict(

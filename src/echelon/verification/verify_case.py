@@ -66,11 +66,22 @@ class VerifyCase:
     def build(self, device: str, *, double: bool = True) -> nn.Module:
         """The one-device model, in float64 or float32; on "meta" with shapes only, or as the user's factory builds it.
 
-        A built-in model has the same initial values in both, rounded in the second.
+        A built-in model has the same initial values in both, rounded in the second. B of an adapter starts at random:
+        from zero, the first step would not show a wrong gradient of A.
         """
+        from echelon.models.lora.add_lora import add_adapters
+
+        model: nn.Module = add_adapters(
+            self.build_base(device, double=double), self.config.lora, seed=self.seed, zero_b=False
+        )
+        return model
+
+    def build_base(self, device: str, *, double: bool = True) -> nn.Module:
+        """The model without adapters."""
         import torch
 
         from echelon import models
+        from echelon.models.foreign.float64_casts import widen_casts
 
         dtype = torch.float64 if double else torch.float32
         if isinstance(self.model, ModelConfig):
@@ -82,7 +93,7 @@ class VerifyCase:
             return foreign
         torch.manual_seed(self.seed)
         model: nn.Module = load_factory(self.model)()
-        return model.double() if double else model
+        return widen_casts(model.double()) if double else model
 
     def batch(self, step: int, num_sequences: int) -> dict[str, Tensor]:
         """The global batch of a step, the same on every rank, with floats in float64."""

@@ -87,6 +87,7 @@ class VerifyRequest:
         case = replace(case, max_ranks=self.max_ranks)
         if config or self.as_configured:
             case, replaced = configure_case(case, config or Config(), as_configured=self.as_configured)
+            issues += adapter_issues(case)
         parsed_layouts: list[Layout] = []
         with collect_faults(issues):
             parsed_layouts = parse_layouts(layouts or default_layouts(case), case)
@@ -103,6 +104,17 @@ class ResolvedRequest:
     layouts: tuple[Layout, ...]
     replaced: tuple[Replacement, ...]
     """values of the configuration that are not run as they are"""
+
+
+def adapter_issues(case: VerifyCase) -> Iterator[ValidationIssue]:
+    """Yield patterns of adapters that match nothing; a custom model is built on the ranks alone."""
+    lora = case.config.lora
+    is_custom = isinstance(case.model, str) and user_model.is_user_model(case.model)
+    if not lora.rank or not (lora.targets or lora.train) or is_custom or not case.model:
+        return
+    from echelon.models.lora.add_lora import check_patterns
+
+    yield from check_patterns(case.build_base("meta"), lora)
 
 
 def configure_case(

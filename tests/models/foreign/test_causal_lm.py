@@ -144,6 +144,43 @@ def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
         read_hf_source(f"hf:{tmp_path}/none")
 
 
+READS_EMBEDDING = """
+from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
+
+
+class Layer(LlamaDecoderLayer):
+    def forward(self, hidden_states, start=None, **kwargs):
+        return super().forward(hidden_states + start, **kwargs)
+
+
+class Inner(LlamaModel):
+    def forward(self, input_ids=None, inputs_embeds=None, **kwargs):
+        inputs_embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        return super().forward(inputs_embeds=inputs_embeds, start=inputs_embeds.clone(), **kwargs)
+
+
+class Model(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = Inner(config)
+        self.model.layers[0] = Layer(config, 0)
+"""
+
+
+def test_layers_that_read_the_embedding_run_whole() -> None:
+    """As it is written, it runs; in parts, a stage without embeddings would give its layers zeros."""
+    namespace: dict[str, Any] = {"__name__": "reads_embedding"}
+    exec(READS_EMBEDDING, namespace)
+    model = adapt(namespace["Model"](build_family("llama").config))
+    assert not adapt(build_family("gemma3")).reads_embedding
+    total, count = model(tokens=tokens(), targets=tokens())
+    assert float(total.detach()) > float(count)
+    model.runs_by_layer = True
+    with pytest.raises(ValueError, match="read the embedding beside their input"):
+        model(tokens=tokens(), targets=tokens())
+
+
 def test_dropout_that_is_called_as_a_function_is_found() -> None:
     """GPT-2 drops attention probabilities in a fused function, OPT values in two calls beside it."""
     kinds: dict[str, Any] = {}

@@ -238,7 +238,7 @@ def test_random_operators_are_refused() -> None:
         ) as error:
             trace(Function(function), {"x": torch.zeros(4, 8)})
         assert name in str(error.value)
-        assert "use nn.Dropout or echelon.RandomDraws, which every layout repeats" in str(error.value)
+        assert "use nn.Dropout or echelon.rng.RandomDraws, which every layout repeats" in str(error.value)
 
 
 @pytest.mark.parametrize("name", REFUSED)

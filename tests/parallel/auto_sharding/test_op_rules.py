@@ -20,7 +20,7 @@ from echelon.parallel.auto_sharding.sharding import Strategy
 
 def offered(op: str, function: Callable[[Any, Tensor, Tensor], Any], **shapes: tuple[int, ...]) -> set[str]:
     """The strategies of the first operator of a kind, over two ranks, as "S0 B -> S0"."""
-    graph = make_traceable(Operators(function, **shapes), inputs()).example_graph()
+    graph = make_traceable(Operators(function, **shapes), inputs()).graph_of(inputs(), training=True)
     ops = shardable_ops(graph, 2)
     first = next(number for number, each in enumerate(graph.ops) if each.kind == CALL and each.op == op)
     return {text(strategy) for strategy in ops[first].strategies}
@@ -126,7 +126,7 @@ def test_products_are_counted() -> None:
         **SQUARE,
         c=(4, 8, 3),
     )
-    graph = make_traceable(model, inputs()).example_graph()
+    graph = make_traceable(model, inputs()).graph_of(inputs(), training=True)
     found = {op.op: op_flops(op, [graph.ops[i] for i in op.inputs]) for op in graph.ops if op.kind == CALL}
     tokens = 4 * 8
     assert found["linear"] == found["einsum"] == 2 * tokens * 16 * 16

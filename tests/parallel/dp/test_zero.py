@@ -111,14 +111,11 @@ def test_each_stage_is_a_policy(layout: str, shards: int, replicas: int, scatter
     assert (policy.reduce_scatter_every_microbatch, policy.reshards_params) == (scatter, free)
 
 
-def units(shards: int, *, frozen: bool = False) -> tuple[ParamGroupSpec, ...]:
+def units(shards: int) -> tuple[ParamGroupSpec, ...]:
     """A root of 10 elements and three layers of 7."""
 
     def unit(name: str, *numbers: int) -> ParamGroupSpec:
-        entries = [
-            LogicalParam(name=f"{name}{i}", names=(f"{name}{i}",), shape=(n,), trainable=not (frozen and i == 0))
-            for i, n in enumerate(numbers)
-        ]
+        entries = [LogicalParam(name=f"{name}{i}", names=(f"{name}{i}",), shape=(n,)) for i, n in enumerate(numbers)]
         return ParamGroupSpec(name=name, params=tuple(entries), num_shards=shards, stays_unsharded=not name)
 
     return unit("", 6, 4), unit("a", 4, 3), unit("b", 4, 3), unit("c", 7)
@@ -209,7 +206,27 @@ def test_master_weights_of_the_compute_dtype_need_no_copy() -> None:
     assert held == {"parameters": 136, "master": 0, "gradients": 136, "optimizer": 0, "versions": 0}
 
 
-def test_frozen_params_have_no_moments() -> None:
-    policy = zero.sharding_policy(Layout.parse("dp=2"))
-    held = dp_cost.state_bytes(units(1, frozen=True), policy, compute_bytes=4, master_bytes=4, moments=2)
-    assert held["optimizer"] == 2 * 4 * (4 + 3 + 3)
+@pytest.mark.parametrize(
+    ("layout", "frozen_shards", "bytes_held", "collectives"),
+    [
+        ("dp=2", 1, {"parameters": 60, "master": 40, "gradients": 80, "optimizer": 160}, {("all_reduce", 80): 1}),
+        ("dp=2,zero=1", 1, {"parameters": 60, "master": 20, "gradients": 80, "optimizer": 80}, None),
+        ("dp=2,zero=3", 2, {"parameters": 0, "master": 40 + 10, "gradients": 40, "optimizer": 80}, None),
+    ],
+)
+def test_frozen_params_have_neither_gradients_nor_states(
+    layout: str, frozen_shards: int, bytes_held: dict[str, int], collectives: dict[tuple[str, int], int] | None
+) -> None:
+    """20 trainable elements and 10 frozen ones; in bfloat16, with float32 masters and gradients."""
+    policy = zero.sharding_policy(Layout.parse(layout))
+    entries = [LogicalParam(name=n, names=(n,), shape=(s,), trainable=n == "a") for n, s in (("a", 20), ("w", 10))]
+    groups = (
+        ParamGroupSpec(name="0", params=(entries[0],), num_shards=policy.num_shards),
+        ParamGroupSpec(name="0 (frozen)", params=(entries[1],), num_shards=frozen_shards),
+    )
+    held = dp_cost.state_bytes(groups, policy, compute_bytes=2, master_bytes=4, moments=2)
+    assert {key: held[key] for key in bytes_held} == bytes_held
+    sent = list(dp_cost.collectives(groups, policy, accumulate=1, compute_bytes=2, reduce_bytes=4))
+    assert sum(item.op != "all_gather" for item in sent) == 1, "the trainable group's gradients alone are reduced"
+    if collectives is not None:
+        assert {(item.op, item.bytes): item.count for item in sent} == collectives

@@ -83,7 +83,9 @@ def test_a_refused_table_leaves_the_model_alone() -> None:
 
 
 def test_a_model_without_a_table_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"requires an attribute `split` of Model.* or use tp=1"):
+    with pytest.raises(
+        ValueError, match=r"requires inputs of the forward of Model.* or an attribute `split`.* or use tp=1"
+    ):
         get_tp_split(Model())
 
 

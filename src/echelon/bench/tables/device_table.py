@@ -39,10 +39,11 @@ def device_table(rows: Sequence[DeviceMeasurement], cluster: Cluster) -> Table:
 def calibration_lines(cluster: Cluster) -> list[str]:
     """The constants that plans for this machine use in place of those fitted to published runs."""
     constants = calibrate(cluster)
+    attention = "blackwell_attention" if cluster.device.generation == "blackwell" else "best_attention"
     names = {
         cluster.device.generation: "share of the peak that large matmuls reach",
         "edge": "elements that partly filled tiles add to each side of a matmul",
-        "best_attention": "share of the peak that attention reaches",
+        attention: "share of the peak that attention reaches",
         "memory_bandwidth": "share of the memory bandwidth that memory-bound operators reach",
     }
     changed = {name: (getattr(FITTED_CONSTANTS, name), getattr(constants, name)) for name in names}

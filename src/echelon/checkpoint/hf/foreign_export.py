@@ -69,9 +69,7 @@ def _export(
     source: HFSource, tensors: Mapping[str, TensorSource] | None, target: Path, dtype: torch.dtype | None, seed: int
 ) -> ForeignExport:
     model = build_causal_lm(source)
-    state = (
-        {name: tensor.read() for name, tensor in tensors.items()} if tensors else _initial_state(model, source, seed)
-    )
+    state = {name: tensor.read() for name, tensor in tensors.items()} if tensors else initial_state(model, source, seed)
     if dtype is not None:
         state = {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
     with atomic_directory(target) as folder:
@@ -89,7 +87,8 @@ def _export(
     )
 
 
-def _initial_state(model: Any, source: HFSource, seed: int) -> dict[str, Tensor]:
+def initial_state(model: Any, source: HFSource, seed: int) -> dict[str, Tensor]:
+    """The weights of a directory, or those that `seed` draws where it has none, under our names."""
     kept = set(model.state_dict())
     if source.has_weights:
         init_from_hf_dir(model, source)

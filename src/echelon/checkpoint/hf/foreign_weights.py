@@ -32,11 +32,17 @@ def init_from_hf_dir(model: ForeignCausalLM, source: HFSource) -> str:
     Each rank reads its slices of tensors that lie on disk as the class holds them. Tensors that transformers converts
     when it loads (experts in a file each, names of older releases) are loaded by transformers, whole, on every rank.
     """
-    stored = open_safetensors(source.folder)
+    has_tables = any(not buffer.is_floating_point() for buffer in model.buffers())
+    stored = open_safetensors(source.folder, integers=has_tables and "quantization_config" not in source.config)
     names = _wanted_names(model)
     found = {name: stored[key] for name in names if (key := _stored_name(name, stored, model)) is not None}
     shapes = {name: tuple(shape) for name, shape in names.items()}
-    matching: dict[str, Any] = {n: tensor for n, tensor in found.items() if tuple(tensor.shape) == shapes[n]}
+    floats = {name for name, _ in model.named_parameters()} | {part.name for part in model.fused_parts.values()}
+    matching: dict[str, Any] = {
+        n: tensor
+        for n, tensor in found.items()
+        if tuple(tensor.shape) == shapes[n] and (tensor.dtype.is_floating_point or n not in floats)
+    }
     missing = sorted(set(names) - set(matching))
     if missing:
         matching |= _converted(model, source, missing)
@@ -106,7 +112,7 @@ def write_hf_dir(folder: Path, model: Any, state: Mapping[str, Tensor], source: 
         plain = own(config)
     merged = merge_parts(state, model.fused_parts)
     if plain.config.tie_word_embeddings:
-        merged |= {name: merged[first] for name, first in _tied_names(model) if first in merged}
+        merged |= {name: merged[first] for name, first in tied_names(model) if first in merged}
     plain.load_state_dict(merged, assign=True, strict=False)
     plain.save_pretrained(folder, state_dict=merged)
     for name in TOKENIZER_FILES:
@@ -115,7 +121,7 @@ def write_hf_dir(folder: Path, model: Any, state: Mapping[str, Tensor], source: 
     return sorted(path.name for path in folder.iterdir())
 
 
-def _tied_names(model: Any) -> list[tuple[str, str]]:
+def tied_names(model: Any) -> list[tuple[str, str]]:
     """(other name, first name) of tied parameters."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)

@@ -26,6 +26,8 @@ SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.f
 """supported dtypes, by safetensors' names"""
 QUANTISED_DTYPES = {"F8_E4M3": torch.float8_e4m3fn}
 """dtypes that are no weights without their scales (dequantize.py)"""
+INTEGER_DTYPES = {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
+"""dtypes of tables that a class has itself"""
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,11 @@ class LazyTensor:
         return values
 
 
-def open_safetensors(folder: Path, *, quantised: bool = False) -> dict[str, LazyTensor]:
+def open_safetensors(folder: Path, *, quantised: bool = False, integers: bool = False) -> dict[str, LazyTensor]:
     """Every tensor of a directory by name, of one file or of those in its index. Raises ValueError with all problems.
 
-    With `quantised` tensors of `QUANTISED_DTYPES` are opened too; otherwise they are refused.
+    With `quantised` tensors of `QUANTISED_DTYPES` are opened too, and with `integers` those of `INTEGER_DTYPES`;
+    otherwise they are refused.
     The memory-mapped files stay open as long as a tensor of them lives.
     """
     # One file takes precedence over an index, as in transformers.
@@ -67,7 +70,8 @@ def open_safetensors(folder: Path, *, quantised: bool = False) -> dict[str, Lazy
         if file.is_file():
             try:
                 refuse_link_outside(file)
-                shard = _open_file(file, SAFETENSORS_DTYPES | (QUANTISED_DTYPES if quantised else {}))
+                more = (QUANTISED_DTYPES if quantised else {}) | (INTEGER_DTYPES if integers else {})
+                shard = _open_file(file, SAFETENSORS_DTYPES | more)
             except ValueError as error:
                 faults.append(str(error))
                 continue
@@ -88,6 +92,12 @@ def open_safetensors(folder: Path, *, quantised: bool = False) -> dict[str, Lazy
             details = f"{folder / INDEX_FILE}: {differences}"
             raise ValueError(f"the index and the files differ ({details}); fetch the model again")
     return tensors
+
+
+def open_tensor_file(file: Path) -> dict[str, LazyTensor]:
+    """Every tensor of one safetensors file by name."""
+    refuse_link_outside(file)
+    return _open_file(file, SAFETENSORS_DTYPES)
 
 
 def format_names(names: list[str], limit: int = 8) -> str:

@@ -66,7 +66,7 @@ def write_safetensors(
         names = [f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors" for number in range(len(groups))]
     stream = iter(values)
     for group, name in zip(groups, names, strict=True):
-        _write_file(folder / name, group, stream)
+        write_tensor_file(folder / name, group, stream)
     assert next(stream, None) is None, "more values than specs"
     if len(names) > 1:
         places = {spec.name: name for group, name in zip(groups, names, strict=True) for spec in group}
@@ -77,8 +77,8 @@ def write_safetensors(
     return names
 
 
-def _write_file(path: Path, specs: Sequence[SafetensorSpec], values: Iterator[tuple[str, Tensor]]) -> None:
-    """See [Note: streaming]."""
+def write_tensor_file(path: Path, specs: Sequence[SafetensorSpec], values: Iterator[tuple[str, Tensor]]) -> None:
+    """Write one file, whose values come in the order of the specs: see [Note: streaming]."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     place = 0
     for spec in specs:

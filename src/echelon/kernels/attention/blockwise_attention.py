@@ -15,12 +15,18 @@ merging: given the full row's lse and out, a block computes its own contribution
 
     P = exp(S - lse)      dP = g v'      dS = P (dP - sum(g out))      dq = dS k      dk = dS' q      dv = P' g
 
+A sink is one more score of every row of a head, without a value. It is no block: it joins the merged row once, and the
+output shrinks by what the denominator grew. Given the full row's lse, backward of the blocks does not change.
+
+    lse' = log(exp(lse) + exp(sink))        out' = exp(lse - lse') out        dsink = -sum(exp(sink - lse') sum(g out'))
+
 Autograd sees none of this: callers write their own backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 
@@ -33,6 +39,26 @@ from echelon.kernels.memory_limits import MAX_PENDING, MAX_PENDING_BYTES
 
 MAX_SCORES = 1 << 26
 """scores that plain torch holds at a time: sets the query rows of a chunk"""
+MIN_WINDOW_ROWS = 128
+"""query rows of a chunk under a short window"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreOptions:
+    """What a model makes of the scores of queries and keys, beyond q k' / sqrt(head_dim)."""
+
+    scale: float | None = None
+    """instead of 1 / sqrt(head_dim)"""
+    softcap: float | None = None
+    """bounds scores: softcap tanh(score / softcap)"""
+    window: int | None = None
+    """a query attends to this many tokens, itself and those before it; none: to all before"""
+
+    def factor(self, head_dim: int) -> float:
+        return head_dim**-0.5 if self.scale is None else self.scale
+
+
+PLAIN_SCORES = ScoreOptions()
 
 
 @torch.no_grad()
@@ -44,22 +70,25 @@ def attend(
     causal: bool = False,
     mask: Tensor | None = None,
     dropout_mask: Tensor | None = None,
+    scores: ScoreOptions = PLAIN_SCORES,
+    shift: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Return (out [B, H, Tq, D], lse [B, H, Tq] in fp32 or fp64) of q [B, H, Tq, D] and k, v [B, KV, Tk, D].
 
     Query head h reads kv head h // (H / KV). `mask` is True where a query may attend to a key, and `dropout_mask`
     multiplies the probabilities; both broadcast to [B, H, Tq, Tk]. Fully masked rows give 0 and -inf. In memory `out`
-    is [B, Tq, H, D].
+    is [B, Tq, H, D]. The first query is `shift` tokens after the first key, for a causal mask and a window.
     """
-    _check_shapes(q, k, causal)
-    if dropout_mask is None and (kernel := sdpa_lse.find_kernel(q, k, v, mask, causal)) is not None:
+    _check_shapes(q, k, causal, scores, shift)
+    if dropout_mask is None and (kernel := _find_kernel(q, k, v, mask, causal, scores)) is not None:
         return kernel.attend()
     out, lse = _empty_tokens_first(q, q.dtype), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
     masked = None if mask is None else mask.logical_not()
-    for rows, keys in _query_chunks(q, k, causal):
-        scores = _masked_scores(q, k, masked, causal, rows, keys)
-        chunk_lse = scores.logsumexp(-1)
-        probs = _softmax_(scores, chunk_lse)
+    for rows, keys in _query_chunks(q, k, causal, scores.window, shift):
+        block = _scores(q, k, scores, rows, keys)
+        _hide_(block, _mask_block(masked, q, k, rows, keys), causal, scores.window, rows, keys, shift)
+        chunk_lse = block.logsumexp(-1)
+        probs = _softmax_(block, chunk_lse)
         if (dropped := _mask_block(dropout_mask, q, k, rows, keys)) is not None:
             probs *= dropped
         values = _group_heads(probs, k) @ v[:, :, keys].to(probs.dtype)
@@ -79,18 +108,23 @@ def attend_backward(
     causal: bool = False,
     mask: Tensor | None = None,
     dropout_mask: Tensor | None = None,
+    scores: ScoreOptions = PLAIN_SCORES,
+    shift: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return one block's contribution to (dq, dk, dv), given out and lse over all blocks, and the gradient of out."""
-    _check_shapes(q, k, causal)
-    if dropout_mask is None and (kernel := sdpa_lse.find_kernel(q, k, v, mask, causal)) is not None:
+    _check_shapes(q, k, causal, scores, shift)
+    if dropout_mask is None and (kernel := _find_kernel(q, k, v, mask, causal, scores)) is not None:
         return kernel.attend_backward(gradient, out, lse)
     dtype = lse.dtype
     dq = _empty_tokens_first(q, q.dtype)
     dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (k, v))
     masked = None if mask is None else mask.logical_not()
-    for rows, keys in _query_chunks(q, k, causal):
+    for rows, keys in _query_chunks(q, k, causal, scores.window, shift):
         queries, block_k, block_v = q[:, :, rows], k[:, :, keys], v[:, :, keys].to(dtype)
-        probs = _softmax_(_masked_scores(q, k, masked, causal, rows, keys), lse[:, :, rows])
+        block = _scores(q, k, scores, rows, keys)
+        slope = None if scores.softcap is None else 1 - (block / scores.softcap) ** 2
+        _hide_(block, _mask_block(masked, q, k, rows, keys), causal, scores.window, rows, keys, shift)
+        probs = _softmax_(block, lse[:, :, rows])
         g = gradient[:, :, rows].to(dtype)
         dprobs = (_group_heads(g, k) @ block_v.transpose(-1, -2)).view_as(probs)
         used = probs
@@ -99,10 +133,26 @@ def attend_backward(
             dprobs *= dropped
         dv[:, :, keys] += _group_heads(used, k).transpose(-1, -2) @ _group_heads(g, k)
         delta = (g * out[:, :, rows].to(dtype)).sum(-1, keepdim=True)
-        dscores = _group_heads(dprobs.sub_(delta).mul_(probs).mul_(_scale(q)), k)
+        dprobs = dprobs.sub_(delta).mul_(probs).mul_(scores.factor(q.shape[-1]))
+        dscores = _group_heads(dprobs if slope is None else dprobs.mul_(slope), k)
         dq[:, :, rows] = (dscores @ block_k.to(dtype)).view(queries.shape)
         dk[:, :, keys] += dscores.transpose(-1, -2) @ _group_heads(queries.to(dtype), k)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+@torch.no_grad()
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of full rows whose denominators also have the sink of their head; `sinks` is [H]."""
+    total = torch.logaddexp(lse, sinks.to(lse.dtype).view(1, -1, 1))
+    return (out * (lse - total).exp().unsqueeze(-1)).to(out.dtype), total
+
+
+@torch.no_grad()
+def sink_gradient(gradient: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient of the sinks, given out and lse with them, and the gradient of out."""
+    delta = (gradient.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    weight = (sinks.to(lse.dtype).view(1, -1, 1) - lse).exp()
+    return -(weight * delta).sum((0, 2)).to(sinks.dtype)
 
 
 PartialResult = tuple[Tensor, ...]
@@ -240,19 +290,36 @@ def _finite_lse(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -inf, 0.0)
 
 
-def _masked_scores(q: Tensor, k: Tensor, masked: Tensor | None, causal: bool, rows: slice, keys: slice) -> Tensor:
-    dtype, block = accumulation_dtype(q.dtype), _mask_block(masked, q, k, rows, keys)
+def _find_kernel(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scores: ScoreOptions
+) -> sdpa_lse.SdpaKernel | None:
+    """Torch's kernels have no caps, and no windows."""
+    if scores.softcap is not None or scores.window is not None:
+        return None
+    return sdpa_lse.find_kernel(q, k, v, mask, causal, scores.scale)
+
+
+def _scores(q: Tensor, k: Tensor, options: ScoreOptions, rows: slice, keys: slice) -> Tensor:
+    dtype = accumulation_dtype(q.dtype)
     q, k = q[:, :, rows], k[:, :, keys]
-    scores = _group_heads(q.to(dtype) * _scale(q), k) @ k.to(dtype).transpose(-1, -2)
+    scores = _group_heads(q.to(dtype) * options.factor(q.shape[-1]), k) @ k.to(dtype).transpose(-1, -2)
     scores = scores.view(*q.shape[:3], k.shape[2])
-    if causal:
-        row, key = (torch.arange(s.start, s.stop, device=scores.device) for s in (rows, keys))
-        scores.masked_fill_(key > row.unsqueeze(-1), -inf)
-    return scores if block is None else scores.masked_fill_(block, -inf)
+    return scores if options.softcap is None else options.softcap * (scores / options.softcap).tanh()
 
 
-def _scale(q: Tensor) -> float:
-    return float(q.shape[-1] ** -0.5)
+def _hide_(
+    scores: Tensor, masked: Tensor | None, causal: bool, window: int | None, rows: slice, keys: slice, shift: int
+) -> None:
+    """Set the scores of keys that a query does not attend to to -inf."""
+    if causal or window is not None:
+        row = torch.arange(rows.start, rows.stop, device=scores.device).unsqueeze(-1) + shift
+        key = torch.arange(keys.start, keys.stop, device=scores.device)
+        if causal:
+            scores.masked_fill_(key > row, -inf)
+        if window is not None:
+            scores.masked_fill_(key <= row - window, -inf)
+    if masked is not None:
+        scores.masked_fill_(masked, -inf)
 
 
 def _group_heads(x: Tensor, k: Tensor) -> Tensor:
@@ -264,13 +331,17 @@ def _mask_block(x: Tensor | None, q: Tensor, k: Tensor, rows: slice, keys: slice
     return None if x is None else x.expand(*q.shape[:3], k.shape[2])[:, :, rows, keys]
 
 
-def _query_chunks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
+def _query_chunks(q: Tensor, k: Tensor, causal: bool, window: int | None, shift: int) -> Iterator[tuple[slice, slice]]:
     """Yield (query rows, the keys they may attend to)."""
     length, keys = q.shape[2], k.shape[2]
     step = max(MAX_SCORES // max(q.shape[0] * q.shape[1] * keys, 1), 1)
+    if window is not None:
+        step = min(step, max(window, MIN_WINDOW_ROWS))  # rows that share most of their keys
     for start in range(0, length, step):
         stop = min(start + step, length)
-        yield slice(start, stop), slice(0, stop if causal else keys)
+        first = 0 if window is None else min(max(start + shift - window + 1, 0), keys)
+        last = min(max(stop + shift, first), keys) if causal else keys
+        yield slice(start, stop), slice(first, last)
 
 
 def _empty_tokens_first(q: Tensor, dtype: torch.dtype) -> Tensor:
@@ -279,6 +350,9 @@ def _empty_tokens_first(q: Tensor, dtype: torch.dtype) -> Tensor:
     return q.new_empty(batch, length, heads, head_dim, dtype=dtype).transpose(1, 2)
 
 
-def _check_shapes(q: Tensor, k: Tensor, causal: bool) -> None:
+def _check_shapes(q: Tensor, k: Tensor, causal: bool, scores: ScoreOptions, shift: int) -> None:
     assert q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} kv heads"
-    assert not causal or q.shape[2] == k.shape[2], f"causal attention with {q.shape[2]} queries and {k.shape[2]} keys"
+    is_square = q.shape[2] == k.shape[2] and not shift
+    assert not causal or is_square or scores.window is not None, (
+        f"causal attention with {q.shape[2]} queries and {k.shape[2]} keys"
+    )

@@ -32,6 +32,8 @@ class SdpaKernel:
     v: Tensor
     mask: Tensor | None
     causal: bool
+    scale: float | None = None
+    """of the scores; none: 1 / sqrt(head_dim)"""
 
     def attend(self) -> tuple[Tensor, Tensor]:
         """As `blockwise_attention.attend`."""
@@ -50,7 +52,9 @@ class SdpaKernel:
         return _tokens_first(self.q), _last_dim_contiguous(self.k), _last_dim_contiguous(self.v)
 
 
-def find_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> SdpaKernel | None:
+def find_kernel(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None = None
+) -> SdpaKernel | None:
     """Return the fastest enabled kernel (`sdpa_kernel`) that supports these tensors forward and backward, or None."""
     if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or dispatch.autocast_enabled(q):
         return None
@@ -58,15 +62,15 @@ def find_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bo
     mask_4d = None if mask is None else _expand_to_4d(mask)
     params = torch.backends.cuda.SDPAParams(q.detach().requires_grad_(), k, v, mask_4d, 0.0, causal, True)
     if torch.backends.cuda.can_use_cudnn_attention(params):
-        return _CudnnKernel(q, k, v, mask, causal)
+        return _CudnnKernel(q, k, v, mask, causal, scale)
     if mask is None and q.shape[-1] % 8 == 0 and torch.backends.cuda.can_use_flash_attention(params):
-        return _FlashKernel(q, k, v, mask, causal)
+        return _FlashKernel(q, k, v, mask, causal, scale)
     return None
 
 
 class _CudnnKernel(SdpaKernel):
     def attend(self) -> tuple[Tensor, Tensor]:
-        out, lse = compat.cudnn_attention(*self._qkv, self._bias, self.causal)
+        out, lse = compat.cudnn_attention(*self._qkv, self._bias, self.causal, self.scale)
         if self.mask is None:
             return out, lse
         fully_masked = self.mask.any(-1).logical_not()
@@ -75,7 +79,7 @@ class _CudnnKernel(SdpaKernel):
     def _backward(self, gradient: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.mask is not None:
             lse = lse.masked_fill(lse == -inf, -MASKED_SCORE)  # makes every probability of a fully masked row 0
-        return compat.cudnn_attention_backward(gradient, *self._qkv, out, lse, self._bias, self.causal)
+        return compat.cudnn_attention_backward(gradient, *self._qkv, out, lse, self._bias, self.causal, self.scale)
 
     @property
     def _bias(self) -> Tensor | None:
@@ -88,10 +92,10 @@ class _CudnnKernel(SdpaKernel):
 
 class _FlashKernel(SdpaKernel):
     def attend(self) -> tuple[Tensor, Tensor]:
-        return compat.flash_attention(*self._qkv, self.causal)
+        return compat.flash_attention(*self._qkv, self.causal, self.scale)
 
     def _backward(self, gradient: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return compat.flash_attention_backward(gradient, *self._qkv, out, lse, self.causal)
+        return compat.flash_attention_backward(gradient, *self._qkv, out, lse, self.causal, self.scale)
 
 
 def _expand_to_4d(mask: Tensor) -> Tensor:

@@ -58,10 +58,11 @@ def chunked_cross_entropy(
     chunk_tokens: int,
     backward: bool,
     bias: Tensor | None = None,
+    weight_grad: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (sum of losses, its gradients for x [tokens, d], weight [V, d] and bias [V]).
 
-    The gradients are empty without `backward`, and that of the bias without a bias.
+    The gradients are empty without `backward`, that of the weight without `weight_grad`, that of the bias without one.
     """
     total = x.new_zeros((), dtype=_wide(x.dtype))
     dx = torch.empty_like(x) if backward else x.new_empty(0)
@@ -74,7 +75,9 @@ def chunked_cross_entropy(
             continue
         torch.mm(logits, weight, out=dx[start : start + chunk_tokens])
         # In float16 a sum over many tokens overflows, and no loss scale would help: it comes after this.
-        if len(x) <= chunk_tokens and x.dtype != torch.float16:
+        if not weight_grad:
+            pass
+        elif len(x) <= chunk_tokens and x.dtype != torch.float16:
             dw = logits.t() @ hidden
         elif start == 0:
             dw = _wide_matmul(logits.t(), hidden)
@@ -114,6 +117,7 @@ class _LinearCrossEntropy(Function):
             *(flat, weight, targets, cross_entropy_rows),
             chunk_tokens=tokens_per_chunk(weight.shape[0], x.element_size()),
             backward=backward,
+            weight_grad=ctx.needs_input_grad[1],
         )
         ctx.save_for_backward(dx.view_as(x) if backward else dx, dw)
         ctx.weight = weight
@@ -164,6 +168,7 @@ class _ChunkedLinearLoss(Function):
             chunk_tokens=chunk_tokens,
             backward=backward,
             bias=bias,
+            weight_grad=ctx.needs_input_grad[1],
         )
         ctx.save_for_backward(dx.view_as(x) if backward else dx, dw, db)
         ctx.weight = weight

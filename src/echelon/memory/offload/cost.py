@@ -120,11 +120,14 @@ def step_link_bytes(
     """
     down = up = 0
     for group in groups:
-        copied_again = stages is not None or (reshard_after_forward and group.name != last)
+        copied_again = stages is not None or (reshard_after_forward and group.module != last)
         copied_again = copied_again and not group.stays_unsharded
         copies_up = (1 + copied_again + (copied_again and group.name in recomputed)) * accumulate
         if stages is not None and group.stays_unsharded:
             copies_up = 1
+        if not group.trainable:
+            up += group.shard_numel * compute_bytes * copies_up if with_params else 0
+            continue
         copies_down = accumulate * (stages[group.name] if stages is not None else 1)
         if paged is not None and not with_params:
             down += 2 * group.shard_numel * paged.host_gradient_bytes[group.name]
@@ -237,8 +240,11 @@ def off_device_bytes(
     are not counted.
     """
     size = sum(group.shard_numel for group in groups)
-    states = size * master_bytes + round(size * state_bytes) + (size * compute_bytes if with_params else 0)
+    trainable = [group for group in groups if group.trainable]
+    updated = sum(group.shard_numel for group in trainable)
+    masters = updated * master_bytes + (size - updated) * compute_bytes
+    states = masters + round(updated * state_bytes) + (size * compute_bytes if with_params else 0)
     gradients = sum(
-        group.shard_numel * (master_bytes if with_params else host_gradient_bytes[group.name]) for group in groups
+        group.shard_numel * (master_bytes if with_params else host_gradient_bytes[group.name]) for group in trainable
     )
     return {"host": gradients + (0 if disk else states), "disk": 2 * states if disk else 0}

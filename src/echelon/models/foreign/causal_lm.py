@@ -8,10 +8,10 @@ family's code is replaced or repeated: its forward runs as written, as a whole o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +20,18 @@ from torch.nn import functional as F
 from echelon.kernels.layers.cross_entropy import TokenLosses, token_cross_entropy
 from echelon.models import init_weights
 from echelon.models.attention import AttentionContext, document_positions
-from echelon.models.foreign.core_attention import CONTEXT_ARGUMENT, AttentionState, install_cores
+from echelon.models.foreign.core_attention import CONTEXT_ARGUMENT, CORE_ATTENTION, AttentionState, install_cores
+from echelon.models.foreign.document_masks import keeps_documents_apart
+from echelon.models.foreign.embedding_reads import reads_embedding
 from echelon.models.foreign.float64_casts import float64_casts
 from echelon.models.foreign.foreign_experts import ForeignExperts, is_experts
-from echelon.models.foreign.functional_dropout import add_sites, counter_dropout
+from echelon.models.foreign.functional_dropout import SITES, add_sites, counter_dropout
 from echelon.models.foreign.hf_source import HFSource, check_model_type, quiet_transformers
-from echelon.models.foreign.init_rules import materialize_buffers, record_init
+from echelon.models.foreign.init_rules import materialize_buffers, move_to_meta, record_init
 from echelon.models.foreign.language_head import LanguageHead, LogitMap, try_logit_map
-from echelon.models.foreign.layer_probe import find_layer_stack
-from echelon.models.foreign.layer_stack import LayerCall, LayerStack
+from echelon.models.foreign.layer_probe import find_layer_stack, implementations
+from echelon.models.foreign.layer_stack import LayerCall, LayerStack, split_hidden
+from echelon.models.foreign.router_loss import FLAG, KeepsRouterLogits, RouterLoss, RoutingSums, find_router_loss
 from echelon.models.foreign.unfuse import PartInit, unfuse
 from echelon.models.model_config import IGNORE_INDEX
 from echelon.models.pipeline_model import PipelineLayer, PipelineModel
@@ -37,18 +40,43 @@ from echelon.rng import Init
 MAX_SEQ_LEN = 1 << 20
 
 
+ROUTING_ARGUMENT = "router_sums"
+"""keyword of a layer, which never reaches transformers' code"""
+Hidden = Tensor | tuple[Tensor, Tensor]
+"""hidden states, and after the first layer with a balance loss the sums of the routers so far (router_loss.py)"""
+
+
 class ForeignLayer(nn.Module):
     """What `adapt` adds to the class of a layer, whose forward backward may recompute alone."""
 
     attention_state: AttentionState | None = None
     """what the cores of its attention read (core_attention.py)"""
 
+    router_logits: KeepsRouterLogits | None = None
+    """of a layer with routers, if their balance loss is added"""
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        context = kwargs.pop(CONTEXT_ARGUMENT, None)
+        """The layer's own output; with ROUTING_ARGUMENT, hidden states and the sums of its routers."""
+        context, routing = kwargs.pop(CONTEXT_ARGUMENT, None), kwargs.pop(ROUTING_ARGUMENT, None)
         if self.attention_state is not None:
             self.attention_state.context = context
+        if routing is None:
+            with exact_casts_and_dropout(self):
+                return super().forward(*args, **kwargs)
+        assert self.router_logits is not None
+        self.router_logits.start()
+        hidden, call = split_hidden(args, kwargs)
         with exact_casts_and_dropout(self):
-            return super().forward(*args, **kwargs)
+            out = call.run(super().forward, hidden)
+        return out, self.router_logits.take(len(hidden), routing.is_token)
+
+
+@dataclass(frozen=True)
+class RoutingRequest:
+    """Asks a layer for the sums of its routers."""
+
+    is_token: Tensor | None
+    """tokens that are no padding; none: all"""
 
 
 @contextmanager
@@ -57,6 +85,27 @@ def exact_casts_and_dropout(module: nn.Module) -> Iterator[None]:
     dtype = next((p.dtype for p in module.parameters()), torch.float32)
     with float64_casts(dtype), counter_dropout(module):
         yield
+
+
+class FullSequences(Protocol):
+    """The sequences of which this rank has a part."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the current ones."""
+        ...
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[sequences, local tokens, ...] to [sequences, all tokens, ...]."""
+        ...
+
+
+@dataclass(frozen=True)
+class DividedSequences:
+    """Which layers know of more tokens than this rank's."""
+
+    full_layers: frozenset[int]
+    sequences: FullSequences
 
 
 class ForeignCausalLM(nn.Module):
@@ -89,6 +138,7 @@ class ForeignCausalLM(nn.Module):
         if tokens is None:
             return self._mean_loss(*args, **kwargs)
         assert targets is not None
+        self._check_documents(documents)
         with self._casts():
             return self._whole_loss(tokens, targets, documents, positions), (targets != IGNORE_INDEX).sum()
 
@@ -133,6 +183,7 @@ class ForeignCausalLM(nn.Module):
     """tensors that initialise parameters on the meta device, by name; none: `initial` draws them"""
 
     def logits(self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        self._check_documents(documents)
         with self._casts():
             return self.full_logits(self._logits(tokens, documents, positions))
 
@@ -148,13 +199,28 @@ class ForeignCausalLM(nn.Module):
             return whole
         return self._head_logits(self._last_hidden(tokens, documents, positions))
 
-    def _last_hidden(self, tokens: Tensor, documents: Tensor | None, positions: Tensor | None) -> Tensor:
-        stack = self.layer_stack
+    def _last_hidden(self, tokens: Tensor, documents: Tensor | None, positions: Tensor | None) -> Hidden:
         calls = self._layer_calls(tokens, documents, positions)
-        hidden = self._embed(tokens, documents, positions)
-        for name, call in zip(stack.layer_names, calls, strict=True):
-            hidden = call.run(self.get_submodule(name), hidden)
+        hidden: Hidden = self._embed(tokens, documents, positions)
+        for index, call in enumerate(calls):
+            hidden = self._run_layer(index, call, hidden)
         return hidden
+
+    def _run_layer(self, index: int, call: LayerCall, hidden: Hidden) -> Hidden:
+        layer: Any = self.get_submodule(self.layer_stack.layer_names[index])  # by name: parallelism may replace it
+        x, sums = hidden if isinstance(hidden, tuple) else (hidden, None)
+        if not self.training or self.router_loss is None or layer.router_logits is None:
+            out = call.run(layer, x)
+            return out if sums is None else (out, sums)
+        is_token = None if self.routing_sums is None else self.routing_sums.is_token(x.device)
+        asking = {**call.kwargs, ROUTING_ARGUMENT: RoutingRequest(is_token)}
+        out, added = replace(call, kwargs=asking).output(layer, x)
+        return out, added if sums is None else sums + added
+
+    router_loss: RouterLoss | None = None
+    """the balance loss that is added in training"""
+    routing_sums: RoutingSums | None = None
+    """none: all tokens of a sequence are local"""
 
     # -- loss ---------------------------------------------------------------------------------------------------------
 
@@ -162,18 +228,27 @@ class ForeignCausalLM(nn.Module):
         self, tokens: Tensor, targets: Tensor, documents: Tensor | None, positions: Tensor | None
     ) -> Tensor:
         """The sum of the losses of a forward."""
+        if self.runs_by_layer or (self.router_loss is not None and self.training and not self.is_traced):
+            return self._loss(self._last_hidden(tokens, documents, positions), targets)
         if not self.divides_loss:
             return self.token_losses(self._logits(tokens, documents, positions), targets).sum()
-        if self.runs_by_layer:
-            return self._loss(self._last_hidden(tokens, documents, positions), targets)
         placed = self._positions(tokens, documents, positions)
         return self._chunked_loss(self.layer_stack.head_input_as_written(self, input_ids=tokens, **placed), targets)
 
-    def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """The sum of the losses, from the hidden states after the last layer."""
-        if not self.divides_loss:
-            return self.token_losses(self._head_logits(hidden), targets).sum()
-        return self._chunked_loss(self.layer_stack.head_input(self, hidden), targets)
+    def _loss(self, hidden: Hidden, targets: Tensor) -> Tensor:
+        """The sum of the losses, from the hidden states after the last layer.
+
+        The balance loss of a sequence counts once per target, since the sum is divided by the targets."""
+        x, sums = hidden if isinstance(hidden, tuple) else (hidden, None)
+        if self.divides_loss:
+            total = self._chunked_loss(self.layer_stack.head_input(self, x), targets)
+        else:
+            total = self.token_losses(self._head_logits(x), targets).sum()
+        if sums is None or self.router_loss is None:
+            return total
+        sums = sums if self.routing_sums is None else self.routing_sums.total(sums)
+        balance = self.router_loss.of_sequences(sums)
+        return total + (balance * (targets != IGNORE_INDEX).sum(1)).sum().to(total.dtype)
 
     def _chunked_loss(self, head_input: Tensor, targets: Tensor) -> Tensor:
         head = self.get_submodule(self.layer_stack.head_name)
@@ -190,47 +265,122 @@ class ForeignCausalLM(nn.Module):
     def divides_loss(self) -> bool:
         """The loss is computed some tokens at a time. Planning traces it whole, on the meta device."""
         head = self.get_submodule(self.layer_stack.head_name)
-        return self.logit_map.divides_tokens and isinstance(head, LanguageHead) and not head.weight.is_meta
+        return self.logit_map.divides_tokens and isinstance(head, LanguageHead) and not self.is_traced
+
+    @property
+    def is_traced(self) -> bool:
+        """Planning traces the model on the meta device."""
+        weight: Tensor = self.get_submodule(self.layer_stack.head_name).weight  # type: ignore[assignment]
+        return weight.is_meta
 
     def _embed(self, tokens: Tensor, documents: Tensor | None, positions: Tensor | None) -> Tensor:
-        """The input of the first layer. Positions are those of all tokens: the embedding may leave a rank's slice."""
-        if self.embeds_slices and positions is None:  # the model would count the tokens of a slice
-            positions = document_positions(tokens, documents)
+        """The input of the first layer."""
         placed = self._positions(tokens, documents, positions) if self.layer_stack.takes_positions else {}
-        return self.layer_stack.embed(self, input_ids=tokens, **placed)
+        return self.run_embedding(lambda: self.layer_stack.embed(self, input_ids=tokens, **placed))
 
     def forward_as_written(self, **kwargs: Any) -> Any:
-        """Call transformers' forward without the hooks of the module."""
+        """Call transformers' forward without the hooks of the module; it adds no balance loss unless it is asked to."""
+        if getattr(self.config, FLAG, False):
+            kwargs.setdefault(FLAG, False)
         return super().forward(**kwargs)
 
     def _positions(self, tokens: Tensor, documents: Tensor | None, positions: Tensor | None) -> dict[str, Tensor]:
         """`position_ids`, where they are not the usual ones."""
         if positions is None and documents is not None:
+            if not self.layer_stack.takes_positions:
+                raise ValueError(
+                    f"{type(self).__name__} counts tokens by rules of its own, so that each sequence must be one "
+                    "document; use data.mask_documents=false"
+                )
             positions = document_positions(tokens, documents)
         return {} if positions is None else {"position_ids": positions.expand(len(tokens), -1)}
+
+    @staticmethod
+    def token_positions(tokens: Tensor, documents: Tensor | None) -> Tensor:
+        """The position of each token, which context parallelism divides."""
+        return document_positions(tokens, documents)
 
     def _layer_calls(
         self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None
     ) -> list[LayerCall]:
+        if self.reads_embedding and not self.is_traced:
+            raise ValueError(
+                f"the layers of {type(self).__name__} read the embedding beside their input, so that it cannot run in "
+                "parts; use tp=1, pp=1 and cp=1"
+            )
+        divided = self.divided
+        if divided is None:
+            placed = self._positions(tokens, documents, positions)
+            return self._contexts((len(tokens), tokens.shape[1]), tokens.device, placed, tokens)
+        assert positions is not None
+        calls: dict[int, LayerCall] = {}
+        if len(divided.full_layers) < self.layer_stack.num_layers:
+            context = AttentionContext(positions, documents)
+            with implementations(self.config, attention=CORE_ATTENTION):
+                local = self._contexts(
+                    (len(tokens), tokens.shape[1]), tokens.device, self._position_ids(positions, len(tokens))
+                )
+            calls |= {
+                i: replace(call, kwargs={**call.kwargs, CONTEXT_ARGUMENT: context}) for i, call in enumerate(local)
+            }
+        if divided.full_layers:
+            placed = self._position_ids(divided.sequences.gather(positions), len(tokens))
+            full = self._contexts((len(tokens), divided.sequences.length), tokens.device, placed)
+            calls |= {i: full[i] for i in divided.full_layers}
+        return [calls[i] for i in range(self.layer_stack.num_layers)]
+
+    def _contexts(
+        self,
+        shape: tuple[int, int],
+        device: torch.device,
+        placed: Mapping[str, Tensor],
+        tokens: Tensor | None = None,
+    ) -> list[LayerCall]:
         weight = next(parameter for parameter in self.parameters() if parameter.is_floating_point())
-        zeros = torch.zeros((), dtype=self.context_dtype or weight.dtype, device=tokens.device)
-        like = zeros.expand(*tokens.shape, self.layer_stack.hidden_size)
-        calls = self.layer_stack.contexts(self, like, **self._positions(tokens, documents, positions))
-        if not self.has_cores:
-            return calls
-        placed = document_positions(tokens, documents) if positions is None else positions
-        context = AttentionContext(placed, documents)
-        return [replace(call, kwargs={**call.kwargs, CONTEXT_ARGUMENT: context}) for call in calls]
+        like = torch.zeros(
+            (*shape, self.layer_stack.embedding_size), dtype=self.context_dtype or weight.dtype, device=device
+        )
+        return self.layer_stack.contexts(self, like, tokens, **placed)
 
-    def use_core_attention(self) -> None:
-        """Attend through `CoreAttention`, which context parallelism extends over ranks."""
-        install_cores(self)
-        self.has_cores = self.runs_by_layer = True
+    def _position_ids(self, positions: Tensor, rows: int) -> dict[str, Tensor]:
+        return {"position_ids": positions.expand(rows, -1)} if self.layer_stack.takes_positions else {}
 
-    has_cores = False
-    embeds_slices = False
-    """the embedding leaves this rank's slice of each sequence (sequence parallelism)"""
+    def divide_sequences(self, cores: Iterable[str], full_layers: Iterable[int], sequences: FullSequences) -> None:
+        """Run on parts of sequences: these modules attend by cores, these layers get the arguments of all tokens."""
+        self.require_layers("context parallelism", "cp=1")
+        install_cores(self, cores)
+        self.divided = DividedSequences(frozenset(full_layers), sequences)
+        self.runs_by_layer = True
 
+    reads_embedding = False
+    """arguments of layers follow from the embedding"""
+    keeps_documents = True
+    """attention does not cross documents that are packed into one sequence"""
+
+    def _check_documents(self, documents: Tensor | None) -> None:
+        if documents is not None and not self.keeps_documents:
+            raise ValueError(
+                f"{type(self).__name__} lets tokens attend to other documents of their sequence, whose masks it does "
+                "not make (documents are given); use data.mask_documents=false"
+            )
+
+    divided: DividedSequences | None = None
+    """none: sequences are whole"""
+
+    def require_layers(self, asked: str, remedy: str) -> None:
+        """Raise ValueError where the layers cannot run one by one, which `asked` needs."""
+        if self.layer_problem:
+            raise ValueError(
+                f"{asked} runs the layers of {type(self).__name__} one by one, but {self.layer_problem}; use {remedy}"
+            )
+
+    @property
+    def layer_problem(self) -> str:
+        """Why the layers cannot run one by one; empty if they can."""
+        return self.layer_stack.problem
+
+    run_embedding: Callable[[Callable[[], Tensor]], Tensor] = staticmethod(lambda embed: embed())
+    """what follows the embedding; sequence parallelism may slice its output"""
     context_dtype: torch.dtype | None = None
     """dtype of the hidden states, where no parameter of this rank has it"""
 
@@ -241,8 +391,10 @@ class ForeignCausalLM(nn.Module):
 
     def pipeline_model(self) -> PipelineModel:
         """The layers of the model, for pipelines and recomputation."""
+        self.require_layers("pipeline parallelism", "pp=1")
         stack = self.layer_stack
         around = (*stack.before, *stack.after)
+        everywhere = (*stack.tables, *((SITES,) if hasattr(self, SITES) else ()))
         inner = stack.layer_names
         others = [
             name
@@ -251,9 +403,9 @@ class ForeignCausalLM(nn.Module):
         ]  # parameters that no module's call uses: both ends hold them
         return PipelineModel(
             layers=(
-                PipelineLayer("embed", (*stack.before, *others, *stack.tables), self._run_embedding),
-                *(PipelineLayer(name, (name, *stack.tables), self._layer_runner(i)) for i, name in enumerate(inner)),
-                PipelineLayer("head", (*stack.after, *others, *stack.tables), self._run_head),
+                PipelineLayer("embed", (*stack.before, *others, *everywhere), self._run_embedding),
+                *(PipelineLayer(name, (name, *everywhere), self._layer_runner(i)) for i, name in enumerate(inner)),
+                PipelineLayer("head", (*stack.after, *others, *everywhere), self._run_head),
             ),
             shared=lambda tokens, targets=None, documents=None, positions=None: self._shared(
                 tokens, documents, positions
@@ -261,9 +413,10 @@ class ForeignCausalLM(nn.Module):
             logits=lambda hidden, _shared, **inputs: self.full_logits(self._head_logits(hidden, **inputs)),
         )
 
-    def _shared(self, *inputs: Any) -> list[LayerCall]:
+    def _shared(self, tokens: Tensor, documents: Tensor | None, positions: Tensor | None) -> list[LayerCall]:
+        self._check_documents(documents)
         with self._casts():
-            return self._layer_calls(*inputs)
+            return self._layer_calls(tokens, documents, positions)
 
     def _run_embedding(
         self,
@@ -277,21 +430,20 @@ class ForeignCausalLM(nn.Module):
         with self._casts():
             return self._embed(tokens, documents, positions)
 
-    def _layer_runner(self, index: int) -> Callable[..., Tensor]:
-        name = self.layer_stack.layer_names[index]
-
-        def run(hidden: Tensor, calls: list[LayerCall], **_inputs: Any) -> Tensor:
+    def _layer_runner(self, index: int) -> Callable[..., Hidden]:
+        def run(hidden: Hidden, calls: list[LayerCall], **_inputs: Any) -> Hidden:
             with self._casts():
-                return calls[index].run(self.get_submodule(name), hidden)  # by name: parallelism may replace it
+                return self._run_layer(index, calls[index], hidden)
 
         return run
 
-    def _run_head(self, hidden: Tensor, _calls: Any, targets: Tensor, **_inputs: Any) -> tuple[Tensor, Tensor]:
+    def _run_head(self, hidden: Hidden, _calls: Any, targets: Tensor, **_inputs: Any) -> tuple[Tensor, Tensor]:
         with self._casts():
             return self._loss(hidden, targets), (targets != IGNORE_INDEX).sum()
 
-    def _head_logits(self, hidden: Tensor, **_inputs: Any) -> Tensor:
-        logits: Tensor = self.layer_stack.head(self, hidden).logits
+    def _head_logits(self, hidden: Hidden, **_inputs: Any) -> Tensor:
+        x = hidden[0] if isinstance(hidden, tuple) else hidden
+        logits: Tensor = self.layer_stack.head(self, x).logits
         return logits
 
     # -- first values -------------------------------------------------------------------------------------------------
@@ -318,6 +470,8 @@ def adapt(model: nn.Module) -> Any:
     stack = adapted.layer_stack = find_layer_stack(twin)
     materialize_buffers(twin)
     adapted.logit_map = try_logit_map(twin, stack)
+    adapted.reads_embedding = reads_embedding(twin, stack)
+    adapted.keeps_documents = keeps_documents_apart(twin, stack)
     head = adapted.get_submodule(stack.head_name)
     if type(head).forward is nn.Linear.forward:
         derive_class(head, LanguageHead)
@@ -331,7 +485,19 @@ def adapt(model: nn.Module) -> Any:
         if is_experts(module):
             derive_class(module, ForeignExperts).all_experts = module.num_experts
         module.wide_buffers = tuple(name for name, _ in module.named_buffers(recurse=False))
+    experts = (module.all_experts for module in adapted.modules() if isinstance(module, ForeignExperts))
+    adapted.router_loss = find_router_loss(twin, stack, next(experts, 0))
+    if adapted.router_loss is not None:
+        keep_router_logits(adapted, adapted.router_loss)
     return adapted
+
+
+def keep_router_logits(model: Any, loss: RouterLoss) -> None:
+    for name in model.layer_stack.layer_names:
+        routers = [router.removeprefix(f"{name}.") for router in loss.routers if router.startswith(f"{name}.")]
+        if routers:
+            layer = model.get_submodule(name)
+            layer.router_logits = KeepsRouterLogits(layer, loss, routers)
 
 
 def adapt_if_foreign(model: nn.Module) -> Any:
@@ -360,7 +526,9 @@ def build_on_meta(source: HFSource, **options: Any) -> Any:
     check_model_type(source)
     config = transformers.AutoConfig.from_pretrained(source.folder, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
+    move_to_meta(model)
+    return model
 
 
 def build_causal_lm(

@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from echelon.models.layer_lists import listed_layers
 
 
 class WidenToFloat64(TorchFunctionMode):
@@ -20,6 +22,8 @@ class WidenToFloat64(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = Tensor.double if func is Tensor.float else func
+        if func is torch.full and "dtype" not in (kwargs or {}) and isinstance(args[-1], float):
+            kwargs = {**(kwargs or {}), "dtype": torch.float64}  # the least float64 is no float32
         return func(*map(_widen, args), **{key: _widen(value) for key, value in (kwargs or {}).items()})
 
 
@@ -35,3 +39,22 @@ def float64_casts(dtype: torch.dtype) -> Iterator[None]:
         return
     with WidenToFloat64():
         yield
+
+
+class WidenedModule(nn.Module):
+    """What `widen_casts` adds to the class of a module."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with WidenToFloat64():
+            return super().forward(*args, **kwargs)
+
+
+def widen_casts(model: nn.Module) -> nn.Module:
+    """Let a float64 model and its layers, which backward may recompute alone, run in float64 throughout."""
+    from echelon.models.foreign.causal_lm import ForeignCausalLM, derive_class  # imports this module
+
+    if isinstance(model, ForeignCausalLM):  # which does that itself
+        return model
+    for name in ("", *listed_layers(model)):
+        derive_class(model.get_submodule(name), WidenedModule)
+    return model

@@ -1,11 +1,13 @@
 """Experts of transformers' MoE classes: one module with the stacked weights of all, called with tokens and choices.
 
-Every class calls it as `experts(hidden [N, width], experts [N, k], weights [N, k])`. So the load of each expert is
+Nearly every class calls it as `experts(hidden [N, width], experts [N, k], weights [N, k])`; what takes other arguments
+is not counted or divided. So the load of each expert is
 counted, and its experts are divided over ranks (parallel/ep/foreign_dispatch.py), without knowing the class.
 """
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -17,7 +19,7 @@ def is_experts(module: nn.Module) -> bool:
     """Whether a module holds the stacked weights of several experts."""
     count = getattr(module, "num_experts", None)
     parameters = list(module.parameters(recurse=False))
-    stacked = sum(p.dim() == 3 for p in parameters) >= 2
+    stacked = sum(p.dim() == 3 for p in parameters) >= 2 and len(signature(module.forward).parameters) == 3
     return isinstance(count, int) and stacked and all(p.shape[0] == count for p in parameters)
 
 

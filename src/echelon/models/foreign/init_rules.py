@@ -119,8 +119,8 @@ def record_init(model: Any) -> dict[str, rng.Init]:
         if hasattr(tensor, "_is_hf_initialized"):
             del tensor._is_hf_initialized
     with torch.no_grad(), recorder:
-        for module in _children_first(model):
-            model._init_weights(module)
+        for owner, module in _children_first(model, model):
+            owner._init_weights(module)
     rules: dict[str, rng.Init] = {}
     for name, _ in model.named_parameters():
         if name in recorder.computed or name not in recorder.fillings:
@@ -130,34 +130,51 @@ def record_init(model: Any) -> dict[str, rng.Init]:
     return rules
 
 
-def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+def _children_first(owner: Any, module: nn.Module) -> Iterator[tuple[Any, nn.Module]]:
+    """Every module after its children, with the model of transformers that initialises it: the innermost around it."""
+    owner = module if hasattr(module, "_init_weights") else owner
     for child in module.children():
-        yield from _children_first(child)
-    yield module
+        yield from _children_first(owner, child)
+    yield owner, module
 
 
 def _compute(model: Any, name: str) -> Tensor:
     """Compute a parameter's first values, with those of its module, from a generator that the name seeds."""
-    owner, _, attribute = name.rpartition(".")
-    module = copy.deepcopy(model.get_submodule(owner)).to_empty(device="cpu")
+    path, _, attribute = name.rpartition(".")
+    owner = next(owner for owner, module in _children_first(model, model) if module is model.get_submodule(path))
+    module = copy.deepcopy(model.get_submodule(path)).to_empty(device="cpu")
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(rng.key(0, name))
         for parameter in module.parameters(recurse=False):
             parameter.zero_()
-        model._init_weights(module)
+        (module if owner is model.get_submodule(path) else owner)._init_weights(module)
     value: Tensor = getattr(module, attribute).detach()
     return value
 
 
+def move_to_meta(model: nn.Module) -> None:
+    """Move parameters to the meta device that a class drew from torch's generator, as `torch.normal` does, while it
+    was built there: every process has others."""
+    moved: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.is_meta:
+                empty = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+                module._parameters[name] = moved.setdefault(parameter, empty)
+
+
 def materialize_buffers(model: Any) -> None:
     """Give the buffers of a model on the meta device their values: frequencies, tables of positions, biases."""
-    for module in model.modules():
+    owner: Any
+    module: Any
+    for owner, module in _children_first(model, model):
         names = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
         for name in names:
-            module._buffers[name] = torch.zeros_like(module._buffers[name], device="cpu")
+            module._buffers[name] = torch.zeros_like(module.get_buffer(name), device="cpu")
         if names:
-            for tensor in (module, *module._buffers.values()):
+            marked: list[Any] = [module, *module._buffers.values()]
+            for tensor in marked:
                 if hasattr(tensor, "_is_hf_initialized"):
                     del tensor._is_hf_initialized
             with torch.no_grad():
-                model._init_weights(module)
+                owner._init_weights(module)

@@ -21,9 +21,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from echelon.models.foreign.functional_dropout import counter_dropout
 from echelon.models.forward_parts.module_shell import Call, PartReached, Stub, make_shell, shallow_copy
+
+HIDDEN = "hidden_states"
+"""the keyword by which transformers passes a layer's input"""
 
 
 @dataclass(frozen=True)
@@ -34,14 +39,22 @@ class LayerCall:
     kwargs: Mapping[str, Any]
     by_keyword: bool
     """the hidden states are passed as `hidden_states=`"""
+    shape: tuple[int, ...] = ()
+    """of the hidden states"""
+
+    def named(self) -> dict[str, Any]:
+        """Every argument by its name or place."""
+        return {**{f"argument {index + 1}": value for index, value in enumerate(self.args)}, **self.kwargs}
 
     def run(self, layer: Call, hidden: Tensor) -> Tensor:
+        """Return the hidden states that the layer gives."""
+        output = self.output(layer, hidden)
+        return first_output(output)
+
+    def output(self, layer: Call, hidden: Tensor) -> Any:
         if self.by_keyword:
-            output = layer(*self.args, hidden_states=hidden, **self.kwargs)
-        else:
-            output = layer(hidden, *self.args, **self.kwargs)
-        first: Tensor = output[0] if isinstance(output, tuple) else output
-        return first
+            return layer(*self.args, hidden_states=hidden, **self.kwargs)
+        return layer(hidden, *self.args, **self.kwargs)
 
 
 @dataclass(frozen=True)
@@ -51,7 +64,10 @@ class LayerStack:
     path: str
     """of the module list"""
     num_layers: int
-    returns_tuple: bool
+    output_type: type
+    """what a layer returns: a tensor, or a tuple or list that begins with one"""
+    output_length: int
+    """of the tuple or list"""
     before: tuple[str, ...]
     """modules that are called before the first layer"""
     after: tuple[str, ...]
@@ -60,11 +76,14 @@ class LayerStack:
     """modules before the layers that look vectors up: their size"""
     attributes: tuple[Mapping[str, Any], ...]
     """plain attributes of each layer, which a forward may read of a layer that another stage holds"""
-    hidden_size: int
+    embedding_size: int
+    """of the vectors that the forward takes as `inputs_embeds`"""
     tables: tuple[str, ...]
-    """modules without parameters outside the layers, such as rotary tables, which every stage holds"""
+    """modules outside the layers that are not trained, such as rotary tables, which every stage holds"""
     dropouts: tuple[tuple[float, ...], ...]
     """probabilities of the dropouts that each layer calls as functions, and last of those around the layers"""
+    dropouts_before: int
+    """how many of the last come before the layers"""
     attention_calls: tuple[Mapping[str, Mapping[str, Any]], ...]
     """for each layer, the modules that attend through transformers' interface, and the options of their calls"""
     attention_dropouts: tuple[tuple[int, ...], ...]
@@ -75,6 +94,12 @@ class LayerStack:
     """linears of which a layer cuts the output into parts: the parts' sizes (unfuse.py)"""
     head_name: str = ""
     """the module that gives logits"""
+    carried: tuple[str, ...] = ()
+    """arguments of layers, beside the hidden states, that the loss has a gradient with respect to"""
+    needs_tokens: bool = False
+    """the forward reads tokens even where it is given their embeddings"""
+    problem: str = ""
+    """why layers cannot run one by one, if so"""
 
     @property
     def layer_names(self) -> tuple[str, ...]:
@@ -90,10 +115,11 @@ class LayerStack:
             reached.append(split_hidden(args, kwargs)[0])
             raise PartReached
 
-        self._run(self._shell(model, [first], {}), inputs)
+        with counter_dropout(model):
+            self._run(self._shell(model, [first], {}), inputs)
         return reached[0]
 
-    def contexts(self, model: nn.Module, like: Tensor, **inputs: Any) -> list[LayerCall]:
+    def contexts(self, model: nn.Module, like: Tensor, tokens: Tensor | None = None, **inputs: Any) -> list[LayerCall]:
         """Return what each layer is called with, given [rows, tokens, ...] zeros in place of embeddings."""
         calls: list[LayerCall] = []
 
@@ -102,24 +128,29 @@ class LayerStack:
             calls.append(call)
             if len(calls) == self.num_layers:
                 raise PartReached
-            return (hidden, None) if self.returns_tuple else hidden
+            return self._layer_output(hidden)
 
-        self._run(self._shell(model, [keep] * self.num_layers, self._stubs(like)), {**inputs, "inputs_embeds": like})
+        with counter_dropout(model, skipped=self.dropouts_before):
+            shell = self._shell(model, [keep] * self.num_layers, self._stubs(like))
+            self._run(shell, {**inputs, **self._embedded(like, tokens)})
         return calls
 
     def head(self, model: nn.Module, hidden: Tensor, **inputs: Any) -> Any:
         """Return the model's output for the hidden states after the last layer."""
 
         def pass_on(*args: Any, **kwargs: Any) -> Any:
-            given = split_hidden(args, kwargs)[0]
-            return (given, None) if self.returns_tuple else given
+            return self._layer_output(split_hidden(args, kwargs)[0])
 
         def last(*_args: Any, **_kwargs: Any) -> Any:
-            return (hidden, None) if self.returns_tuple else hidden
+            return self._layer_output(hidden)
 
-        zeros = hidden.new_zeros(()).expand(hidden.shape)
-        shell = self._shell(model, [pass_on] * (self.num_layers - 1) + [last], self._stubs(hidden))
-        return self._run(shell, {**inputs, "inputs_embeds": zeros})
+        zeros = hidden.new_zeros(*hidden.shape[:2], self.embedding_size)  # code may add to it in place
+        # Tables that grow with the sequence stay as the layers had them, whatever part of it the head is given.
+        tables = [(name, module) for name, module in model.named_modules() if name in self.tables]
+        stubs = {name: shallow_copy(table) for name, table in tables if any(True for _ in table.buffers())}
+        shell = self._shell(model, [pass_on] * (self.num_layers - 1) + [last], stubs | self._stubs(hidden))
+        with counter_dropout(model, skipped=self.dropouts_before):
+            return self._run(shell, {**inputs, **self._embedded(zeros, None)})
 
     def head_input(self, model: nn.Module, hidden: Tensor) -> Tensor:
         """Return what the head is given, for the hidden states after the last layer."""
@@ -136,11 +167,17 @@ class LayerStack:
 
     def finish_logits(self, model: nn.Module, logits: Tensor) -> Tensor:
         """Return what the model makes of its head's output [rows, tokens, words]."""
-        hidden = logits.new_zeros(()).expand(*logits.shape[:-1], self.hidden_size)
-        stubs = {name: _PassOn() for name in self.after if name != self.head_name}
+        hidden = logits.new_zeros(*logits.shape[:-1], self.embedding_size)
+        stubs = {name: _PassOn() for name in self.after if not f"{self.head_name}.".startswith(f"{name}.")}
         stubbed = self._with_head(model, lambda *_args, **_kwargs: logits, stubs)
         out: Tensor = self.head(stubbed, hidden).logits
         return out
+
+    def run_after_base(self, model: nn.Module, output: Any, logits: Tensor, **inputs: Any) -> Any:
+        """Return what the model makes of an output of its base model, and of its head."""
+        base = Stub(lambda *_args, **_kwargs: output, {})
+        stubbed = self._with_head(model, lambda *_args, **_kwargs: logits)
+        return self._run(make_shell(stubbed, {str(model.base_model_prefix): base}), inputs)
 
     def _with_head(self, model: nn.Module, call: Call, stubs: Mapping[str, nn.Module] | None = None) -> nn.Module:
         """The model with a head that does something else."""
@@ -153,6 +190,18 @@ class LayerStack:
             return shell.forward_as_written(**inputs, use_cache=False)  # type: ignore[operator]
         except PartReached:
             return None
+
+    def _embedded(self, zeros: Tensor, tokens: Tensor | None) -> dict[str, Tensor]:
+        """The input of a forward whose embeddings are zeros."""
+        if not self.needs_tokens:
+            return {"inputs_embeds": zeros}
+        return {"input_ids": zeros.new_zeros(zeros.shape[:2], dtype=torch.int64) if tokens is None else tokens}
+
+    def _layer_output(self, hidden: Tensor) -> Any:
+        if issubclass(self.output_type, Tensor):
+            return hidden
+        output = [hidden, *[None] * (self.output_length - 1)]
+        return tuple(output) if self.output_type is tuple else output
 
     def _stubs(self, like: Tensor) -> dict[str, nn.Module]:
         """Stubs of the modules before the layers."""
@@ -185,15 +234,17 @@ class _HeadStub(nn.Module):
 
 
 class _Zeros(nn.Module):
-    """Stands in for an embedding: a zero vector that broadcasts."""
+    """Stands in for an embedding: zeros for each index, or a zero vector that broadcasts."""
 
     def __init__(self, like: Tensor, size: int):
         super().__init__()
         self.weight = like.new_empty(0, size)
         """models read its dtype and device"""
 
-    def forward(self, *_args: Any, **_kwargs: Any) -> Tensor:
-        return self.weight.new_zeros(1, 1, 1)
+    def forward(self, *args: Any, **_kwargs: Any) -> Tensor:
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        indices = (1, 1) if first is None else first.shape[:-1] if first.dim() == 3 else first.shape
+        return self.weight.new_zeros(*indices, self.weight.shape[1])
 
 
 class _PassOn(nn.Module):
@@ -210,9 +261,16 @@ def _unreached(*_args: Any, **_kwargs: Any) -> Any:
 def split_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, LayerCall]:
     """The hidden states, and the rest of a layer's arguments."""
     if args:
-        return args[0], LayerCall(args[1:], kwargs, by_keyword=False)
-    others = {key: value for key, value in kwargs.items() if key != "hidden_states"}
-    return kwargs["hidden_states"], LayerCall((), others, by_keyword=True)
+        return args[0], LayerCall(args[1:], kwargs, by_keyword=False, shape=tuple(args[0].shape))
+    hidden = kwargs[HIDDEN]
+    others = {key: value for key, value in kwargs.items() if key != HIDDEN}
+    return hidden, LayerCall((), others, by_keyword=True, shape=tuple(hidden.shape))
+
+
+def first_output(output: Any) -> Tensor:
+    """The hidden states among what a layer returns."""
+    first: Tensor = output[0] if isinstance(output, tuple | list) else output
+    return first
 
 
 def own_class(model: nn.Module) -> Any:

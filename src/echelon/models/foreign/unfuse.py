@@ -22,8 +22,13 @@ from echelon.rng import Init
 class FusedLinear(nn.ModuleList):
     """Linears of one input, whose outputs follow one another."""
 
+    @property
+    def parts(self) -> list[nn.Module]:
+        """The linears; an adapter may be beside them."""
+        return [module for name, module in self.named_children() if name.isdigit()]
+
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([part(x) for part in self], dim=-1)
+        return torch.cat([part(x) for part in self.parts], dim=-1)
 
 
 def is_linear(module: nn.Module) -> bool:

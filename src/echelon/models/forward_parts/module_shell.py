@@ -40,7 +40,7 @@ def shallow_copy(module: nn.Module) -> nn.Module:
     """The same module without its hooks, whose children can be replaced without changing the original."""
     copied = module.__class__.__new__(module.__class__)
     copied.__dict__ = dict(module.__dict__)
-    for name in ("_modules", "_parameters"):
+    for name in ("_modules", "_parameters", "_buffers"):
         copied.__dict__[name] = dict(module.__dict__[name])
     for name, value in module.__dict__.items():
         if name.endswith("_hooks") and isinstance(value, dict):

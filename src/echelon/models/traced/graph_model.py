@@ -18,6 +18,8 @@ from echelon.models.pipeline_model import PipelineLayer, PipelineModel, is_withi
 from echelon.models.traced.graph_trace import trace, tracing_template
 from echelon.models.traced.traced_graph import BUFFER, CONSTANT, INPUT, MODULE, PARAM, TracedGraph, replace_refs
 
+EXAMPLE_ROWS = 8
+"""rows of the batch of an example trace, whatever rows were given: what is derived from it is the same in every run"""
 Values = dict[int, Any]
 """results of operators"""
 
@@ -262,6 +264,17 @@ class GraphModel(nn.Module):
         return run
 
 
+def with_rows(inputs: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """A batch of this many rows, of the rows of another."""
+    given = next((len(value) for value in inputs.values() if isinstance(value, Tensor) and value.dim()), 0)
+
+    def repeat(value: Any) -> Any:
+        has_rows = isinstance(value, Tensor) and value.dim() > 0 and len(value) == given > 0
+        return value[torch.arange(rows, device=value.device) % given] if has_rows else value
+
+    return {key: repeat(value) for key, value in inputs.items()}
+
+
 def _refuse_shared_buffers(graph: TracedGraph) -> None:
     """Raise for a buffer that one pipeline layer changes, and another reads: they may lie on different stages.
 
@@ -339,6 +352,6 @@ def make_traceable(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
         derive_class(model.get_submodule(name), GraphLayer)
     derived = derive_class(model, GraphModel)
     derived._template = (template,)
-    derived.example_inputs = dict(inputs)
+    derived.example_inputs = with_rows(inputs, EXAMPLE_ROWS)
     derived._graphs, derived._runners, derived._constants = {}, {}, {}
     return derived

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export.graph_signature import InputKind, OutputKind
-from torch.utils import _pytree
 
+from echelon.compat import unflatten_outputs
 from echelon.models.layer_lists import listed_layers
 from echelon.models.traced.module_call import ModuleCall, modules_as_calls
 from echelon.models.traced.traced_graph import (
@@ -112,11 +112,12 @@ def _refuse_own_backward(template: nn.Module) -> Iterator[None]:
         )
 
     apply = torch.autograd.Function.__dict__["apply"]
-    torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[assignment, method-assign]
+    function: Any = torch.autograd.Function
+    function.apply = classmethod(refuse)
     try:
         yield
     finally:
-        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+        function.apply = apply
 
 
 def _detach_without_grad(program: torch.export.ExportedProgram) -> None:
@@ -250,7 +251,7 @@ def _finish(
             given.append(ref)
         else:
             raise UntraceableError(f"the forward changes one of its inputs ({spec.target}); let it return a new tensor")
-    tree = _pytree.tree_unflatten(given, program.call_spec.out_spec)
+    tree = unflatten_outputs(program, given)
     constants = {key: value for key, value in program.constants.items() if isinstance(value, Tensor)}
     return TracedGraph(ops=tuple(ops), outputs=tree, mutated_buffers=mutated, constants=constants, calls=calls)
 
@@ -308,5 +309,6 @@ def _refuse_random(template: nn.Module, node: torch.fx.Node) -> None:
         name = getattr(node.target, "__name__", "").partition(".")[0]
         raise UntraceableError(
             f"the forward of {type(template).__name__} draws random numbers from torch's own generator ({name} in "
-            f"{_module_path(node) or 'its forward'}); use nn.Dropout or echelon.RandomDraws, which every layout repeats"
+            f"{_module_path(node) or 'its forward'}); use nn.Dropout or echelon.rng.RandomDraws, which every layout "
+            "repeats"
         )

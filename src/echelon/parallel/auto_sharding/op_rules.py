@@ -122,7 +122,10 @@ def _strategies(facts: OpFacts, dropouts: Collection[str]) -> Iterator[OpStrateg
         return
     yield from whole_strategies(facts)
     if facts.op.kind == MODULE:
-        yield from elementwise_rules.elementwise(facts)
+        # A mask is drawn for a sample, the first dimension, and a part of one is a slice of another dimension.
+        for strategy in elementwise_rules.elementwise(facts):
+            if strategy.output.kind != "S" or strategy.output.dim > 0:
+                yield strategy
         yield from linear_in_one(facts)
     elif facts.operands and (rule := RULES.get(facts.op.op)) is not None:
         yield from rule(facts)

@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from echelon.layout.placement import DimSplit, LogicalParam
-from echelon.models.traced.graph_model import GraphModel
+from echelon.models.traced.graph_model import GraphModel, with_rows
 from echelon.models.traced.graph_trace import UntraceableError
 from echelon.models.traced.traced_graph import CALL, INPUT, PARAM, Segment, TracedGraph
+from echelon.parallel.auto_sharding.divided_weights import divide_weights
 from echelon.parallel.auto_sharding.op_rules import shardable_ops
 from echelon.parallel.auto_sharding.sharded_runner import ShardedRunner
 from echelon.parallel.auto_sharding.sharding import ShardableOp, Sharding, Strategy
@@ -65,6 +65,18 @@ class ModuleSplit:
             if op.param
         }
 
+    def gemm_splits(self, *, column: str, row: str) -> dict[str, str]:
+        """The modules whose GEMMs the ranks share, by columns or by rows."""
+        splits: dict[str, str] = {}
+        for op, strategy in zip(self.problem.ops, self.strategies, strict=True):
+            if op.op not in ("linear", "conv1d", "conv2d", "conv3d") or strategy.compute_share == 1.0:
+                continue
+            if strategy.output.kind == "P":
+                splits[op.name] = row
+            elif strategy.inputs[1].kind == "S":
+                splits[op.name] = column
+        return splits
+
 
 def reference_link(graph: TracedGraph, size: int) -> AxisLink:
     """See [Note: the machine that a split is chosen for]."""
@@ -83,17 +95,29 @@ def reference_link(graph: TracedGraph, size: int) -> AxisLink:
 def split_module(model: GraphModel, size: int, *, sequence_parallel: bool = True) -> ModuleSplit:
     """Solve how `size` ranks share a module. The same on every rank, and every time."""
     graph = model.example_graph()
-    ops = shardable_ops(
-        graph,
-        size,
-        dropouts=_dropouts(model),
-        varying=_varying_dims(model, graph),
-        whole_between_layers=not sequence_parallel,
-    )
-    problem = ShardingProblem(ops=ops, repeats=find_repeats(graph, ops))
+    problem = _problem(model, graph, size, sequence_parallel=sequence_parallel, varying=_varying_dims(model, graph))
     link = reference_link(graph, size)
     fixed = fixed_states(problem, split_overrides(model))
     return ModuleSplit(problem=problem, solution=solve(problem, link, fixed=fixed, time_limit_s=TIME_LIMIT), link=link)
+
+
+def _problem(
+    model: GraphModel,
+    graph: TracedGraph,
+    size: int,
+    *,
+    sequence_parallel: bool,
+    varying: Mapping[int, tuple[int, ...]] | None = None,
+) -> ShardingProblem:
+    legal = shardable_ops(
+        graph,
+        size,
+        dropouts=_dropouts(model.template),  # a pipeline stage has lost those of the others
+        varying=varying,
+        whole_between_layers=not sequence_parallel,
+    )
+    ops = divide_weights(graph, legal, split_overrides(model))
+    return ShardingProblem(ops=ops, repeats=find_repeats(graph, ops))
 
 
 def split_overrides(model: nn.Module) -> Overrides:
@@ -115,12 +139,7 @@ def _varying_dims(model: GraphModel, graph: TracedGraph, *, training: bool = Tru
         for key, value in model.example_inputs.items()
     }
     rows = next((len(value) for value in given.values() if isinstance(value, Tensor) and value.dim()), 0)
-    more = {
-        key: torch.cat((value, value[:1]))
-        if isinstance(value, Tensor) and value.dim() and len(value) == rows
-        else value
-        for key, value in given.items()
-    }
+    more = with_rows(given, rows + 1)
     try:
         other = model.graph_of(more, training=training)
     except UntraceableError:
@@ -192,21 +211,19 @@ def _runner_factory(
     model: GraphModel, split: ModuleSplit, axis: MeshAxis, *, sequence_parallel: bool
 ) -> Callable[[TracedGraph], ShardedRunner]:
     """Make the runner of each graph: by the strategies of the example's, or by new ones for its own sizes."""
-    dropouts = _dropouts(model)
-    names = {op.name: strategy for op, strategy in zip(split.problem.ops, split.strategies, strict=True)}
+    names = [op.name for op in split.problem.ops]
 
     def make(graph: TracedGraph) -> ShardedRunner:
-        ops = shardable_ops(graph, axis.size, dropouts=dropouts, whole_between_layers=not sequence_parallel)
-        if all(op.name in names and names[op.name] in op.strategies for op in ops):
-            return ShardedRunner(graph, [names[op.name] for op in ops], axis)
-        varying = _varying_dims(model, graph, training=model.training)
-        ops = shardable_ops(
-            graph, axis.size, dropouts=dropouts, varying=varying, whole_between_layers=not sequence_parallel
-        )
-        problem = ShardingProblem(ops=ops, repeats=find_repeats(graph, ops))
-        fixed = {i: split.param_states[op.param] for i, op in enumerate(ops) if op.param in split.param_states}
-        solved = solve(problem, split.link, fixed=fixed, time_limit_s=TIME_LIMIT)
-        chosen = [op.strategies[index] for op, index in zip(ops, solved.strategies, strict=True)]
+        problem = _problem(model, graph, axis.size, sequence_parallel=sequence_parallel)
+        chosen = split.strategies
+        is_same = [op.name for op in problem.ops] == names
+        if not is_same or any(strategy not in op.strategies for op, strategy in zip(problem.ops, chosen, strict=True)):
+            varying = _varying_dims(model, graph, training=model.training)
+            problem = _problem(model, graph, axis.size, sequence_parallel=sequence_parallel, varying=varying)
+            states = split.param_states
+            fixed = {i: states[op.param] for i, op in enumerate(problem.ops) if op.param in states}
+            solved = solve(problem, split.link, fixed=fixed, time_limit_s=TIME_LIMIT)
+            chosen = tuple(op.strategies[index] for op, index in zip(problem.ops, solved.strategies, strict=True))
         return ShardedRunner(graph, chosen, axis)
 
     return make

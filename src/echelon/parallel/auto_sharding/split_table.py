@@ -222,6 +222,8 @@ def _cells(row: SplitRow) -> tuple[str, ...]:
 
 def _ms(seconds: float) -> str:
     milliseconds = seconds * 1e3
+    if 0 < milliseconds < 0.01:
+        return f"{milliseconds:.1g}"
     return f"{milliseconds:,.0f}" if milliseconds >= 100 else f"{milliseconds:.2f}"
 
 

@@ -179,13 +179,18 @@ class MeshAxis:
         return self._record("all_to_all", sent, start, sends=sent, receives=received)
 
     def start_shift(self, received: Tensor, sent: Tensor, offset: int = 1) -> PendingWork:
-        """Send to the rank `offset` further on the axis, cyclically, and receive from the rank `offset` before."""
+        """Send to the rank `offset` further on the axis, cyclically, and receive from the rank `offset` before.
+
+        An empty tensor is not sent: both of its ranks must know.
+        """
         if self.is_idle("send"):
             received.zero_() if received.shape != sent.shape else received.copy_(sent)
             return CompletedWork()
         to, source = (self.ranks[(self.index + step) % self.size] for step in (offset, -offset))
-        ops = [dist.P2POp(dist.isend, sent, to, group=self.group)]
-        ops.append(dist.P2POp(dist.irecv, received, source, group=self.group))
+        ops = [dist.P2POp(dist.isend, sent, to, group=self.group)] if sent.numel() else []
+        ops += [dist.P2POp(dist.irecv, received, source, group=self.group)] if received.numel() else []
+        if not ops:
+            return CompletedWork()
         return self._record(
             "shift", sent, lambda: BatchedWork(dist.batch_isend_irecv(ops)), sends=sent, receives=received
         )

@@ -25,8 +25,10 @@ TOKEN_DIM = 3
 class AllGatherAttention(ContextParallelAttention):
     """Attention to keys and values that are gathered over `axis`."""
 
-    def __init__(self, axis: MeshAxis, order: ZigzagOrder, *, causal: bool, device: torch.device):
-        self.axis, self.order, self.causal = axis, order, causal
+    def __init__(
+        self, axis: MeshAxis, order: ZigzagOrder, *, causal: bool, device: torch.device, window: int | None = None
+    ):
+        self.axis, self.order, self.causal, self.window = axis, order, causal, window
         self.sequence_positions = torch.arange(order.padded_len, device=device)
         each = [torch.tensor(order.ring_positions(member), device=device) for member in range(axis.size)]
         self.local_positions, self.gathered_positions = each[axis.index], torch.cat(each)
@@ -36,7 +38,7 @@ class AllGatherAttention(ContextParallelAttention):
     def kv_blocks(self, kv: Tensor) -> Iterator[tuple[AttentionBlock, Tensor, Tensor]]:
         """Gather all keys and values, in the sequence's order, and yield the blocks that the queries attend to."""
         full = self._gather(kv)
-        for block in self.order.gathered_blocks(self.axis.index, causal=self.causal):
+        for block in self.order.gathered_blocks(self.axis.index, causal=self.causal, window=self.window):
             yield block, full, self.sequence_positions
 
     def _gather(self, kv: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,11 +21,14 @@ from echelon.models.model_config import IGNORE_INDEX
 from echelon.parallel.comm.mesh_axis import SINGLE_RANK, MeshAxes, MeshAxis
 from echelon.parallel.cp import ulysses
 from echelon.parallel.cp.all_gather_attention import AllGatherAttention
-from echelon.parallel.cp.cp_attention import MaskSpec
+from echelon.parallel.cp.cp_attention import ContextParallelAttention, MaskSpec
 from echelon.parallel.cp.ring_attention import RingAttention
+from echelon.parallel.cp.sequence_gather import SequenceGather
+from echelon.parallel.cp.sequence_plan import plan_sequences
+from echelon.parallel.cp.window_attention import WindowAttention
 from echelon.parallel.cp.zigzag import ZigzagOrder
 from echelon.parallel.tp.cost import region_axis
-from echelon.rng import Dropout
+from echelon.rng import Dropout, RandomSite
 
 if TYPE_CHECKING:
     from echelon.parallel.transform_context import TransformContext
@@ -40,7 +43,8 @@ def apply_context_parallel(context: TransformContext) -> None:
     if layout.cp == 1:
         return
     if isinstance(model, ForeignCausalLM):
-        model.use_core_attention()
+        _apply_to_foreign_model(context, model)
+        return
     cores = [module for module in model.modules() if isinstance(module, CoreAttention)]
     arguments = inspect.signature(model.forward).parameters
     missing = [] if cores else ["its attention must be the module echelon.CoreAttention"]
@@ -51,12 +55,36 @@ def apply_context_parallel(context: TransformContext) -> None:
             f"context parallelism cannot shard the sequences of {type(model).__name__} (cp={layout.cp}): "
             f"{' and '.join(missing)}; or use cp=1"
         )
-    context.cp_context = cp_context = ContextParallel(model, layout, context.axes, context.options.device)
+    _connect(context, ContextParallel(model, layout, context.axes, context.options.device))
+
+
+def _apply_to_foreign_model(context: TransformContext, model: ForeignCausalLM) -> None:
+    """Divide what a trial shows to be divisible, and gather sequences for the rest."""
+    layout, plan = context.layout, plan_sequences(model)
+    if plan.problem:
+        raise ValueError(
+            f"context parallelism cannot divide the sequences of {type(model).__name__} (cp={layout.cp}): "
+            f"{plan.problem}; use cp=1"
+        )
+    cp_context = ContextParallel(model, layout, context.axes, context.options.device)
+    cp_context.sequences = sequences = SequenceGather(cp_context)
+    model.divide_sequences(plan.cores, plan.gathered_layers(model), sequences)
+    for name in plan.gathered:
+        sequences.attach(name, model.get_submodule(name), sequence_parallel=bool(layout.sp))
+    _connect(context, cp_context)
+
+
+def _connect(context: TransformContext, cp_context: ContextParallel) -> None:
+    """Let attention cores reach other ranks, and dropouts know their tokens."""
+    context.cp_context = cp_context
+    cores = [module for module in context.model.modules() if isinstance(module, CoreAttention)]
     for core in cores:
         core.backend = cp_context
     attention_dropouts = {id(core.dropout) for core in cores}
-    for module in model.modules():
-        if isinstance(module, Dropout) and id(module) not in attention_dropouts:
+    # The gates of our own MoE layers know the tokens of their draws.
+    sites = RandomSite if isinstance(context.model, ForeignCausalLM) else Dropout
+    for module in context.model.modules():
+        if isinstance(module, sites) and id(module) not in attention_dropouts:
             module.register_forward_pre_hook(cp_context.set_dropout_window)
 
 
@@ -78,13 +106,15 @@ class ContextParallel:
         """ranks of tp that divide the heads"""
         self.sp_axis = axes["tp"] if layout.sp else single
         """ranks of tp that divide the local tokens between regions"""
-        attention_class = AllGatherAttention if layout.cp_kind == "gather" else RingAttention
+        self.gathers_keys = layout.cp_kind == "gather"
         self.check_length: Any = getattr(model, "check_length", None)
         self.token_positions: Any = getattr(model, "token_positions", _sequential_positions)
+        self.sequences: SequenceGather | None = None
+        """modules that get full sequences"""
         self.seq_len = 0
         """tokens of the current sequences, without padding"""
         # Sequences may be of any length; the caches hold a few.
-        self._cached_attention = lru_cache(maxsize=8)(partial(attention_class, self.ring_axis))
+        self._cached_attention = lru_cache(maxsize=8)(self._make_attention)
         self._cached_positions = lru_cache(maxsize=8)(self._make_positions)
 
     @property
@@ -138,20 +168,40 @@ class ContextParallel:
 
     def set_dropout_window(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         """Set the positions that dimension 1 of a dropout's input covers: its mask is theirs."""
-        assert isinstance(module, Dropout)
+        assert isinstance(module, RandomSite)
+        if self.sequences is not None and self.sequences.inside:
+            return
         positions, size = self.positions(args[0].device), args[0].shape[1]
-        if args[0].dim() < 3 or size != -(-len(positions) // self.sp_axis.size):
+        is_whole = size == len(positions)  # an embedding, before sequence parallelism slices what it gives
+        if args[0].dim() < 3 or not (is_whole or size == -(-len(positions) // self.sp_axis.size)):
             raise ValueError(
                 f"context parallelism cannot tell which tokens dropout {module.site!r} sees (input "
                 f"{tuple(args[0].shape)}, {len(positions)} local tokens); give it [sequences, tokens, ...], or use cp=1"
             )
-        start = self.sp_axis.index * size
+        start = 0 if is_whole else self.sp_axis.index * size
         local = torch.arange(start, start + size, device=positions.device).clamp(max=len(positions) - 1)
         module.window = {**module.window, 1: (positions[local], self.seq_len)}
 
+    def _make_attention(
+        self, order: ZigzagOrder, *, causal: bool, window: int | None, device: torch.device
+    ) -> ContextParallelAttention:
+        if self.gathers_keys:
+            return AllGatherAttention(self.ring_axis, order, causal=causal, device=device, window=window)
+        if window is not None:
+            return WindowAttention(self.ring_axis, order, window=window, device=device)
+        return RingAttention(self.ring_axis, order, causal=causal, device=device)
+
     # -- attention ----------------------------------------------------------------------------------------------------
 
-    def attend(self, core: CoreAttention, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
+    def attend(
+        self,
+        core: CoreAttention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: AttentionContext,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Return the output of `core` for the local queries, from the keys and values of all cp ranks."""
         self._check(q, context)
         # Queries, keys and values are sent as one tensor: narrower values are padded with zeros on the way.
@@ -162,21 +212,26 @@ class ContextParallel:
         if self.ulysses_axis.size > 1:
             q, k, v = ulysses.shard_heads(q, k, v, self.ulysses_axis)
             first_head += self.ulysses_axis.index * q.shape[1]
+            sinks = None if sinks is None else sinks.view(self.ulysses_axis.size, -1)[self.ulysses_axis.index]
         has_dropout = core.training and core.dropout.p > 0
-        attention = self._cached_attention(self.order, causal=context.causal, device=q.device)
-        if self.ring_axis.size == 1 and not has_dropout:
+        window = _effective_window(core.scores.window, self.seq_len, causal=context.causal)
+        attention = self._cached_attention(self.order, causal=context.causal, window=window, device=q.device)
+        is_fused = window is None and core.scores.softcap is None and sinks is None
+        if self.ring_axis.size == 1 and not has_dropout and is_fused:
             y = self._local_attention(core, q, k, v, context=context)
         else:
-            assert isinstance(core.dropout, Dropout)
+            dropout = core.dropout if has_dropout else None
+            assert dropout is None or isinstance(dropout, Dropout)
             mask = MaskSpec(
                 query_positions=attention.local_positions,
                 length=self.seq_len,
                 documents=context.documents,
                 hide_padding=not context.causal and self.order.padded_len > self.seq_len,
-                dropout=core.dropout if has_dropout else None,
+                dropout=dropout,
                 heads=(first_head, heads),
+                scores=core.scores,
             )
-            y = attention.attend(q, k, v, mask)
+            y = attention.attend(q, k, v, mask, sinks)
         if value_padding:
             y = y[..., :-value_padding]
         return ulysses.unshard_heads(y, self.ulysses_axis) if self.ulysses_axis.size > 1 else y
@@ -202,6 +257,15 @@ class ContextParallel:
                 f"documents must be those of the full sequence ({padded_len} tokens with padding, given "
                 f"{documents.shape[1]}); give AttentionContext the input `documents` as it comes"
             )
+
+
+def _effective_window(window: int | None, seq_len: int, *, causal: bool) -> int | None:
+    """The window, if some query does not attend to all tokens before it."""
+    if window is None or (causal and window >= seq_len):
+        return None
+    if not causal:
+        raise ValueError(f"a window counts earlier tokens (window={window}); use it with causal attention")
+    return window
 
 
 def _with_new_process_group(axis: MeshAxis) -> MeshAxis:

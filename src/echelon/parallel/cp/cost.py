@@ -1,6 +1,7 @@
 """Context parallelism: a rank holds a slice of every sequence, and attention reaches the others; what that costs.
 
     ring           keys and values go around the ranks, overlapped with attention (ring_attention.py)
+                   under a window, straight to the ranks that reach them (window_attention.py)
     gather         they are all-gathered before attention, and their gradients scattered (all_gather_attention.py)
     ulysses        an all-to-all exchanges tokens for heads, so that attention has full sequences (ulysses.py)
     ring-ulysses   `ulysses` neighbours exchange heads, slices go around between their groups
@@ -84,13 +85,14 @@ def collectives(
     seq_len: int,
     element_bytes: int,
     causal: bool = True,
+    window: int | None = None,
     ring_index: int = -1,
     recomputed: RecomputedLayers | None = None,
 ) -> Iterable[Collective]:
     """Yield the collectives of a step over cp; `batch` is the sequences of a microbatch.
 
     `recomputed` overrides the layout's recomputed layers. Under a causal mask a ring's ranks differ in the gradients
-    they send: these are of the rank at `ring_index`, or of one in the middle.
+    they send: these are of the rank at `ring_index`, or of one in the middle. `window` is that of all layers.
     """
     if layout.cp == 1:
         return
@@ -115,6 +117,10 @@ def collectives(
         yield Collective(op="all_gather", axis=axis, bytes=outer * size, count=passes, purpose="keys and values")
         size = outer * moved * max(element_bytes, 4)
         yield Collective(op="reduce_scatter", axis=axis, bytes=size, count=num_attentions, purpose="their gradients")
+    elif outer > 1 and causal and window is not None and window < seq_len:
+        rank = ring_index if ring_index >= 0 else (outer - 1) // 2
+        order = ZigzagOrder(outer, layout.ulysses, seq_len)
+        yield from _window_sends(order, rank, window, axis, size, forward=passes, backward=num_attentions)
     elif outer > 1:
         send = Collective(op="send", axis=axis, bytes=size, overlapped=True, purpose="keys and values")
         yield replace(send, count=(outer - 1) * passes)
@@ -122,3 +128,40 @@ def collectives(
         earlier = (ring_index if ring_index >= 0 else (outer - 1) // 2) if causal else 0
         for kv_bytes, ranks in ((size // 2, earlier), (size, outer - 1 - earlier)):
             yield replace(send, bytes=kv_bytes, count=ranks * num_attentions, purpose="their gradients")
+
+
+def gathered_collectives(
+    layout: Layout,
+    *,
+    modules: int,
+    batch: int,
+    seq_len: int,
+    width: int,
+    element_bytes: int,
+    recomputed: RecomputedLayers | None = None,
+) -> Iterable[Collective]:
+    """Yield the collectives of a step for modules that get full sequences, one of each layer (sequence_gather.py)."""
+    if layout.cp == 1 or not modules:
+        return
+    size = batch * tokens_per_rank(layout, seq_len) * layout.cp * width * element_bytes
+    recomputed = recomputed or RecomputedLayers.from_policy(layout.recompute, layers=modules)
+    passes = (modules + recomputed.layers) * layout.accumulate
+    yield Collective(op="all_gather", axis="cp", bytes=size, count=passes, purpose="full sequences")
+    count = modules * layout.accumulate
+    yield Collective(op="reduce_scatter", axis="cp", bytes=size, count=count, purpose="their gradients")
+
+
+def _window_sends(
+    order: ZigzagOrder, rank: int, window: int, axis: str, size: int, *, forward: int, backward: int
+) -> Iterable[Collective]:
+    """Yield what a rank sends to those that reach its keys, and back to those whose keys it reaches."""
+    others = [other for other in range(order.ring_size) if other != rank]
+    to = [order.window_keys(other, rank, window) for other in others]
+    back = [order.window_keys(rank, other, window) for other in others]
+    for keys, count, overlapped, purpose in (
+        (to, forward, True, "keys and values"),
+        (back, backward, False, "their gradients"),
+    ):
+        for span in keys:
+            if sent := size * (span.stop - span.start) // (2 * order.chunk_len):
+                yield Collective(op="send", axis=axis, bytes=sent, count=count, overlapped=overlapped, purpose=purpose)

@@ -7,7 +7,7 @@ forward and backward; it communicates nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -16,11 +16,15 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from echelon.kernels.attention.blockwise_attention import (
+    PLAIN_SCORES,
     AttentionMerger,
     GradientAccumulator,
+    ScoreOptions,
     accumulation_dtype,
+    add_sinks,
     attend,
     attend_backward,
+    sink_gradient,
 )
 from echelon.parallel.cp.zigzag import AttentionBlock
 from echelon.rng import Dropout, PartialDims
@@ -42,6 +46,8 @@ class MaskSpec:
     """dropout of attention probabilities, if it is active"""
     heads: tuple[int, int] = (0, 1)
     """first local head, and number of all heads"""
+    scores: ScoreOptions = PLAIN_SCORES
+    """scale and cap; a block knows its window"""
 
     def block_options(self, block: AttentionBlock, q: Tensor, key_positions: Tensor) -> dict[str, Any]:
         """Return the options of `attend` for a block whose keys have these positions."""
@@ -56,7 +62,9 @@ class MaskSpec:
             window: PartialDims = {1: self.heads, 2: (rows, self.length), 3: (keys, self.length)}
             shape = (q.shape[0], q.shape[1], len(rows), len(keys))
             dropout_mask = self.dropout.scaled_mask(shape, window, q.new_empty(0, dtype=accumulation_dtype(q.dtype)))
-        return {"causal": block.causal, "mask": mask, "dropout_mask": dropout_mask}
+        scores = replace(self.scores, window=block.window)
+        options = {"causal": block.causal, "mask": mask, "dropout_mask": dropout_mask}
+        return {**options, "scores": scores, "shift": block.shift}
 
 
 class KeyValueGrads(Protocol):
@@ -75,8 +83,8 @@ class ContextParallelAttention:
     local_positions: Tensor
     """[queries]: position of each of this rank's tokens in the sequence"""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> Tensor:
-        out: Tensor = _BlockwiseAttentionFunction.apply(copy_if_shared(q, k), torch.stack((k, v)), self, mask)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, sinks: Tensor | None = None) -> Tensor:
+        out: Tensor = _BlockwiseAttentionFunction.apply(copy_if_shared(q, k), torch.stack((k, v)), sinks, self, mask)
         return out
 
     def kv_blocks(self, kv: Tensor) -> Iterator[tuple[AttentionBlock, Tensor, Tensor]]:
@@ -89,20 +97,24 @@ class ContextParallelAttention:
 
 class _BlockwiseAttentionFunction(Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, attention: ContextParallelAttention, mask: MaskSpec) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, kv: Tensor, sinks: Tensor | None, attention: ContextParallelAttention, mask: MaskSpec
+    ) -> Tensor:
         ctx.attention, ctx.mask = attention, mask
         merged = AttentionMerger(q)
         for block, (k, v), positions in attention.kv_blocks(kv):
             rows, keys, options = block.queries, block.keys, mask.block_options(block, q, positions)
             merged.add(rows, *attend(q[:, :, rows], k[:, :, keys], v[:, :, keys], **options))
         out, lse = merged.result()
-        ctx.save_for_backward(q, kv, out, lse)
+        if sinks is not None:
+            out, lse = add_sinks(out, lse, sinks)
+        ctx.save_for_backward(q, kv, out, lse, sinks)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        q, kv, out, lse = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+        q, kv, out, lse, sinks = ctx.saved_tensors
         dq, kv_grads = GradientAccumulator(q), ctx.attention.kv_grads(kv)
         for step, (block, (k, v), positions) in enumerate(ctx.attention.kv_blocks(kv)):
             rows, keys, options = block.queries, block.keys, ctx.mask.block_options(block, q, positions)
@@ -111,7 +123,8 @@ class _BlockwiseAttentionFunction(Function):
             dq.add(rows, dq_rows)
             kv_grads.add(step, block, dkv)
             del dq_rows, dkv  # the next block needs their memory
-        return dq.result(), kv_grads.result(), None, None
+        dsinks = None if sinks is None else sink_gradient(gradients[0], out, lse, sinks)
+        return dq.result(), kv_grads.result(), dsinks, None, None
 
 
 def copy_if_shared(q: Tensor, k: Tensor) -> Tensor:

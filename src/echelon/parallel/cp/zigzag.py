@@ -17,6 +17,10 @@ and rank i holds chunks i and 2n - 1 - i: one with little attention and one with
 So every step of the ring is half of a square on every rank, and only the first has a mask. With ring-ulysses, the
 neighbours that exchange heads divide the tokens of one ring position, in order.
 
+Under a window a chunk attends to itself and to the chunks just before it. So the blocks are of one chunk with another,
+and a rank receives only keys that some of its tokens reach (window_attention.py). With a window that is no longer than
+a chunk these are keys of the two neighbours of a rank, whatever n is.
+
 A length that does not divide is padded at its end. No query comes after padding, so a causal mask hides it; without
 one, its keys are masked (cp_attention.py).
 """
@@ -34,6 +38,10 @@ class AttentionBlock:
     queries: slice
     keys: slice
     causal: bool
+    shift: int = 0
+    """tokens between the first key and the first query, where a window counts them"""
+    window: int | None = None
+    """the window, if not all keys of the block are inside that of every query"""
 
 
 @dataclass(frozen=True)
@@ -80,13 +88,44 @@ class ZigzagOrder:
             return AttentionBlock(both, both, causal)
         return AttentionBlock(both, first, False) if key_rank < query_rank else AttentionBlock(second, both, False)
 
-    def gathered_blocks(self, query_rank: int, *, causal: bool) -> Iterator[AttentionBlock]:
+    def window_blocks(self, query_rank: int, key_rank: int, window: int) -> Iterator[AttentionBlock]:
+        """Yield the blocks of one group's queries and another's keys of which some are inside the queries' window."""
+        size = self.chunk_len
+        for row, chunk in enumerate(self.chunk_ids(query_rank)):
+            for column, key_chunk in enumerate(self.chunk_ids(key_rank)):
+                shift = (chunk - key_chunk) * size
+                if shift < 0 or shift - size + 1 >= window:
+                    continue
+                yield AttentionBlock(
+                    slice(row * size, (row + 1) * size),
+                    slice(column * size, (column + 1) * size),
+                    causal=not shift,
+                    shift=shift,
+                    window=window if shift + size > window else None,
+                )
+
+    def window_keys(self, query_rank: int, key_rank: int, window: int) -> slice:
+        """Return the keys of one group to which queries of another attend."""
+        keys = [block.keys for block in self.window_blocks(query_rank, key_rank, window)]
+        return slice(min(k.start for k in keys), max(k.stop for k in keys)) if keys else slice(0, 0)
+
+    def window_offsets(self, window: int) -> tuple[int, ...]:
+        """Return how far before a group on the ring are those whose keys some group attends to; 0 is its own."""
+        size = self.ring_size
+        pairs = {step: [(rank, (rank - step) % size) for rank in range(size)] for step in range(size)}
+        return tuple(step for step in pairs if any(any(self.window_blocks(*pair, window)) for pair in pairs[step]))
+
+    def gathered_blocks(self, query_rank: int, *, causal: bool, window: int | None = None) -> Iterator[AttentionBlock]:
         """Yield the blocks of a group's queries and the full sequence's keys in natural order."""
         if not causal:
             yield AttentionBlock(slice(0, 2 * self.chunk_len), slice(0, self.padded_len), False)
             return
         for half, chunk in enumerate(self.chunk_ids(query_rank)):
             queries, start = slice(half * self.chunk_len, (half + 1) * self.chunk_len), chunk * self.chunk_len
+            if window is not None:
+                first, stop = max(start - window + 1, 0), start + self.chunk_len
+                yield AttentionBlock(queries, slice(first, stop), True, start - first, window)
+                continue
             if start:
                 yield AttentionBlock(queries, slice(0, start), False)
             yield AttentionBlock(queries, slice(start, start + self.chunk_len), True)

@@ -30,16 +30,19 @@ def collectives(
     them, groups that stay unsharded are gathered once a step, and layers are freed after every use.
     """
     in_pipeline = stage_uses is not None
-    last = max((i for i, group in enumerate(groups) if not group.stays_unsharded and not in_pipeline), default=-1)
+    last = next((group.module for group in reversed(groups) if not group.stays_unsharded and not in_pipeline), None)
     for index, group in enumerate(groups):
         group_policy = expert_policy if group.is_expert and expert_policy is not None else policy
+        group_policy = group_policy if group.trainable else group_policy.for_frozen()
         group_policy = group_policy.with_params_on_host() if group.name in paged else group_policy
         full_numel, uses = group.num_shards * group.shard_numel, stage_uses[group.name] if stage_uses else 1
         axis, later = group_policy.shard_axis, index > 0
         if group_policy.num_shards > 1:
             # The last layer stays unsharded between forward and backward, which needs it first.
             regathers = (
-                (group_policy.reshard_after_forward or in_pipeline) and not group.stays_unsharded and index != last
+                (group_policy.reshard_after_forward or in_pipeline)
+                and not group.stays_unsharded
+                and group.module != last
             )
             gathers = (2 if regathers else 1) * accumulate if group_policy.reshards_params else 1
             if group_policy.reshards_params and regathers and group.name in recomputed:
@@ -50,6 +53,9 @@ def collectives(
             yield Collective(
                 op="all_gather", axis=axis, bytes=size, count=gathers, overlapped=later, purpose="parameters"
             )
+        if not group.trainable:
+            continue
+        if group_policy.num_shards > 1:
             count = accumulate * uses if group_policy.reduce_scatter_every_microbatch else 1
             size = full_numel * group.element_bytes(reduce_bytes)
             yield Collective(
@@ -91,13 +97,19 @@ def state_bytes(
     `moment_bytes` and `reduce_bytes` default to the master's. An asynchronous pipeline holds `num_versions` versions
     of its parameters, the newest included. No value is stored twice: master weights of the compute dtype are a slice
     of the unsharded parameters, and float32 masters of bfloat16 parameters store the 16 bits that bfloat16 drops.
-    `float16` has other bits, so its master weights are stored in full. On a GPU gradients are allocated lazily
-    (grad_buffer.py): their bytes are those at the end of backward.
+    `float16` has other bits, so its master weights are stored in full. Frozen parameters are stored
+    once, in the compute dtype. On a GPU gradients are allocated lazily (grad_buffer.py): their bytes are those at the
+    end of backward.
     """
     totals = dict.fromkeys(("parameters", "master", "gradients", "optimizer", "versions"), 0)
     dense_policy = policy
     for group in groups:
         policy = expert_policy if group.is_expert and expert_policy is not None else dense_policy
+        if not group.trainable:
+            frozen, element = policy.for_frozen(), group.element_bytes(compute_bytes)
+            totals["parameters"] += 0 if frozen.reshards_params else group.num_shards * group.shard_numel * element
+            totals["master"] += group.shard_numel * element if frozen.reshards_params else 0
+            continue
         compute, master = group.element_bytes(compute_bytes), group.element_bytes(master_bytes)
         full_numel, shard_numel = group.num_shards * group.shard_numel, group.shard_numel
         split = policy.splits_master_weights(compute_bytes=compute, master_bytes=master) and not float16
@@ -108,9 +120,6 @@ def state_bytes(
         totals["master"] += shard_numel * (master - compute if shares_params else master)
         totals["gradients"] += grad_numel * (compute if policy.grads_are_final(group) else reduced)
         totals["versions"] += (num_versions - 1) * full_numel * compute
-    trainable = sum(group.shard_numel for group in groups)
-    if not all(param.trainable for group in groups for param in group.params):
-        ranges = ([r for group in groups for r in group.decay_ranges(shard)] for shard in range(groups[0].num_shards))
-        trainable = max(sum(stop - start for start, stop in of_shard) for of_shard in ranges)
+    trainable = sum(group.shard_numel for group in groups if group.trainable)
     totals["optimizer"] = round(moments * trainable * (master_bytes if moment_bytes is None else moment_bytes))
     return totals

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from echelon.layout.placement import ParamGroupSpec, Placement, group_params
+from echelon.layout.placement import LogicalParam, ParamGroupSpec, Placement, group_params
 from echelon.parallel.comm.axis_names import EXPERT_SHARD_AXES
 from echelon.parallel.comm.mesh_axis import SINGLE_RANK, MeshAxes, enumerate_groups
 from echelon.parallel.dp.offload_policy import make_offload
@@ -29,13 +30,20 @@ def shard_parameters(context: TransformContext) -> None:
     for name in (*axis_names, param_shard_axis(policy), param_shard_axis(expert_policy)):
         axes.get_or_add(name)
     context.placement = Placement(
-        param_groups=group_params(context.params, roots, policy.num_shards, expert_policy.num_shards),
+        param_groups=group_params(
+            [_without_gradient(param) for param in context.params],
+            roots,
+            policy.num_shards,
+            expert_policy.num_shards,
+            shard_frozen=layout.zero == 3,
+        ),
         coordinates=placement_coordinates(axes, axes.rank, policy, expert_policy),
     )
     offload = make_offload(context)
 
     def make_group(spec: ParamGroupSpec) -> ParamGroup:
         group_policy = expert_policy if spec.is_expert else policy
+        group_policy = group_policy if spec.trainable else group_policy.for_frozen()
         group_policy = group_policy.with_params_on_host() if offload.is_paged(spec) else group_policy
         return ParamGroup(spec, group_policy, axes, options, offload.host_for(spec))
 
@@ -46,6 +54,11 @@ def shard_parameters(context: TransformContext) -> None:
     move_buffers(model, options.device, options.compute_dtype, fp32_modules(context.params))
     context.checkpointing.set_before_recompute(sharded.unshard_for_recompute)
     context.offload, context.sharded_model = offload, sharded
+
+
+def _without_gradient(param: LogicalParam) -> LogicalParam:
+    """Return a parameter without partial gradients if it has no gradient."""
+    return param if param.trainable else replace(param, partial_grad_axes=())
 
 
 def param_shard_axis(policy: ShardingPolicy) -> str:

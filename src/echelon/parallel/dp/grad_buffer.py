@@ -28,19 +28,17 @@ class GradBuffer:
         self.tensor: Tensor | None = None
         self.scale = 1.0
         """factor of arriving gradients"""
-        self.all_trainable = all(param.trainable for param in spec.params)
         self._views: dict[str, Tensor] = {}
         self._written: set[str] = set()
         self._num_ready = 0
-        self._num_trainable = sum(param.trainable for param in spec.params)
-        self._trainable_numel = sum(param.local_numel for param in spec.params if param.trainable)
+        self._num_params = len(spec.params) if spec.trainable else 0
 
     def allocated(self) -> Tensor:
         """Return the buffer; allocate it if it is not there."""
         if self.tensor is None:
             numel = self.spec.num_shards * self.spec.shard_numel
             self.tensor = torch.empty(numel, dtype=self.dtype, device=self.device)
-            self.tensor[self._trainable_numel :].zero_()  # frozen parameters and padding: never written
+            self.tensor[self.spec.numel :].zero_()  # padding: never written
         return self.tensor
 
     def free(self) -> None:
@@ -114,8 +112,8 @@ class GradBuffer:
 
     def zero_missing(self) -> None:
         """Zero the gradients that did not arrive."""
-        for param in self.spec.params if len(self._written) < self._num_trainable else ():
-            if param.trainable and param.name not in self._written:
+        for param in self.spec.params if len(self._written) < self._num_params else ():
+            if param.name not in self._written:
                 self.view(param).zero_()
 
     def mark_param_ready(self) -> bool:
@@ -126,4 +124,4 @@ class GradBuffer:
     @property
     def is_ready(self) -> bool:
         """All gradients of the current microbatch have arrived."""
-        return self._num_ready == self._num_trainable
+        return self._num_ready == self._num_params

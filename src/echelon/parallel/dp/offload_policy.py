@@ -74,7 +74,9 @@ def make_offload(context: TransformContext) -> StateOffload:
     share = 0.0
     if offloads_optimizer(layout.offload):
         share = _min_host_share(context) if options.host_share is None else options.host_share
-    names = choose_offloaded_units(groups, share)
+    # Frozen groups have no states: their parameters alone can leave the device.
+    candidates = [group for group in groups if group.trainable or "params" in offloads]
+    names = choose_offloaded_units(candidates, share)
     if not names:
         return StateOffload(activation_offload=activations)
     offloaded = [group for group in groups if group.name in names]
@@ -135,6 +137,10 @@ def _min_host_share(context: TransformContext) -> float:
     resident, offloaded = 0.0, 0.0
     for group in groups:
         parameters = 0 if policy.reshards_params else group.num_shards * group.shard_numel * compute
+        if not group.trainable:
+            resident += parameters or group.shard_numel * compute
+            offloaded += 0 if offloads_params(context.layout.offload) else parameters or group.shard_numel * compute
+            continue
         final = policy.grads_are_final(group)
         grad_numel = group.shard_numel * (1 if policy.reduce_scatter_every_microbatch else group.num_shards)
         gradients = grad_numel * (compute if final else master)

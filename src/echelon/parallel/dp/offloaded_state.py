@@ -225,17 +225,19 @@ class OffloadedGrad:
         self.sends_early = policy.grads_are_final(spec) and not policy.params_on_host
         """the gradient is produced once a step and leaves the device as soon as it is reduced"""
         self.buffer: Tensor | None = None
-        """None if the update reads the gradient from the device"""
+        """None if the update reads the gradient from the device, and for frozen parameters"""
+        self.job: JobHandle = FINISHED
+        """the worker's last job on it"""
+        self._is_empty = True
+        self._copy: CopyEvent = COMPLETED
+        if not spec.trainable:
+            return
         if self.sends_early:
             self.buffer = host.link.empty_pinned(spec.shard_numel, self.dtype)
         elif host.paged and host.updates_on_device:
             self.buffer = host.link.empty_pinned(spec.shard_numel, sum_dtype).zero_()
         elif host.paged:
             self.buffer = torch.zeros(spec.shard_numel, dtype=sum_dtype)
-        self.job: JobHandle = FINISHED
-        """the worker's last job on it"""
-        self._is_empty = True
-        self._copy: CopyEvent = COMPLETED
 
     @property
     def has_grad(self) -> bool:

@@ -49,6 +49,7 @@ class ParamGroup:
             torch.promote_types(dtype, torch.float32) if spec.keep_fp32 else dtype
             for dtype in (options.compute_dtype, options.master_dtype, options.grad_dtype)
         )
+        master = master if spec.trainable else compute  # frozen parameters are never updated
         self.spec, self.policy, self.shard_axis = spec, policy, axes.get_or_add(policy.shard_axis)
         size, start = spec.shard_numel, self.shard_axis.index * spec.shard_numel if policy.num_shards > 1 else 0
         self.local_slice = slice(start, start + size)
@@ -62,13 +63,15 @@ class ParamGroup:
         self.version = 0
         """grows whenever the parameters' values change"""
         self.is_unsharded = False
+        self.backward_has_passed = False
+        """of a frozen group: the current microbatch's backward has left its module"""
         self._nbytes = self.unsharded_param.untyped_storage().nbytes()
         self._unshard_work: PendingWork | CopyEvent | None = None
         if policy.reshards_params:
             self.unsharded_param.untyped_storage().resize_(0)
         self.grads = GradBuffer(spec, self.grad_dtype, self.unsharded_param)
         self.reduction = GradReduction(self, axes.get_or_add(policy.replica_axis))
-        if not self.grads.lazy and not policy.params_on_host:
+        if spec.trainable and not self.grads.lazy and not policy.params_on_host:
             self.grad.zero_()
 
     def _make_master(self, compute: torch.dtype, master: torch.dtype) -> MasterWeights:
@@ -162,5 +165,9 @@ class ParamGroup:
 
     @property
     def is_backward_done(self) -> bool:
-        """All gradients of the current microbatch have arrived, and no frozen parameter is still needed."""
-        return self.grads.all_trainable and self.grads.is_ready
+        """The current microbatch's backward needs the group no more."""
+        return self.grads.is_ready if self.spec.trainable else self.backward_has_passed
+
+    def begin_microbatch(self) -> None:
+        self.backward_has_passed = False
+        self.grads.begin_microbatch()

@@ -29,7 +29,7 @@ def choose_param_groups(model: nn.Module, patterns: Sequence[str] = (), *, max_n
     modules = {name: module for name, module in model.named_modules() if name}
     if patterns:
         return dict.fromkeys(outermost(_matching_modules(modules, patterns)), False)
-    listed = listed_layers(model)
+    listed = [name for name in listed_layers(model) if name in modules]  # one that repeats has its first name
     children = [name for name, _ in model.named_children() if not any(is_within(layer, name) for layer in listed)]
     sizes = {name: sum(p.numel() for p in modules[name].parameters()) for name in [*listed, *children]}
     min_numel = max(max((sizes[name] for name in listed or children), default=0) / 2, 1)

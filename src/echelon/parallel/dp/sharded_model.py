@@ -4,6 +4,12 @@
 
 Groups are reduced in a fixed order (the reverse of forward), whatever the order in which their gradients arrive, so
 that ranks that did not use a parameter issue the same collectives. A gradient that did not arrive counts as zero.
+
+[Note: frozen groups]
+
+A module's frozen parameters form a group beside its trainable ones. It is gathered with them and never reduced. When
+its gradients are complete does not tell when backward has left the module, so under zero=3 it is freed when the
+gradients of the module's inputs arrive, or at the end of the microbatch if these have none.
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,9 +72,13 @@ class ShardedModel:
     def register_params(self, group: ParamGroup) -> None:
         """Register a group's parameters in the modules, and hook their gradients."""
         self._set_module_params(group, group.parameters)
-        for param in group.spec.params:
-            if param.trainable:
-                ParamGradHook(self, group, param).attach(group.parameters[param.name])
+        for param in group.spec.params if group.spec.trainable else ():
+            ParamGradHook(self, group, param).attach(group.parameters[param.name])
+
+    @property
+    def trainable_groups(self) -> list[ParamGroup]:
+        """The groups that have gradients."""
+        return [group for group in self.param_groups if group.spec.trainable]
 
     def swap_params(self, parameters: Sequence[Mapping[str, nn.Parameter]]) -> None:
         """Register parameters that groups had before, with their hooks."""
@@ -106,13 +117,13 @@ class ShardedModel:
         """Prepare a microbatch, before its forward; `first` and `last` are of the step."""
         self._is_last_microbatch = last
         self._to_reduce = deque(
-            group for group in reversed(self.param_groups) if last or group.policy.reduce_scatter_every_microbatch
+            group for group in reversed(self.trainable_groups) if last or group.policy.reduce_scatter_every_microbatch
         )
         self._reducing, self._scattering = [], []
         for group in self.param_groups:
             if first:
                 group.reduction.begin_step()
-            group.grads.begin_microbatch()
+            group.begin_microbatch()
 
     def end_microbatch(self) -> None:
         """Finish a microbatch, after its backward: launch the remaining reductions and wait for all."""
@@ -137,7 +148,7 @@ class ShardedModel:
     def unshard_for_recompute(self, module: nn.Module) -> None:
         """Unshard a layer before it is recomputed, when its hooks do not run. Its backward reshards it."""
         for group in self.param_groups:
-            if group.policy.reshards_params and self._modules.get(group.spec.name) is module:
+            if group.policy.reshards_params and self._modules.get(group.spec.module) is module:
                 group.unshard()
 
     @contextmanager
@@ -145,7 +156,7 @@ class ShardedModel:
         """Unshard all groups but the layers, for calls of model methods other than forward, which no hook sees."""
         inside = layer_names(self.model)
         for group in self.param_groups:
-            if group.spec.stays_unsharded or group.spec.name not in inside:
+            if group.spec.stays_unsharded or group.spec.module not in inside:
                 group.unshard()
         yield
         for group in self.param_groups:
@@ -209,8 +220,7 @@ class ShardedModel:
 
     def on_grads_ready(self, group: ParamGroup) -> None:
         """Reshard a group whose gradients are complete, and launch reductions."""
-        # Backward may still have to pass through a frozen parameter.
-        if group.grads.all_trainable and not (self.pipelined and group.spec.stays_unsharded):
+        if not (self.pipelined and group.spec.stays_unsharded):
             group.reshard()
         self._launch_reductions(flush=False)
 
@@ -232,18 +242,25 @@ class ShardedModel:
     def _hook_layer(self, group: ParamGroup) -> None:
         part = next(part for part in self.stage_groups if group in part)
         freed = [other for other in part if not other.spec.stays_unsharded]
-        index, module = freed.index(group), self.model.get_submodule(group.spec.name)
+        layers = list(dict.fromkeys(other.spec.module for other in freed))
+        index, module = layers.index(group.spec.module), self.model.get_submodule(group.spec.module)
         prefetch = group.policy.prefetch if group.policy.reshards_params else 0
-        ahead = freed[index + 1 : index + 1 + prefetch]
-        behind = freed[max(index - prefetch, 0) : index][::-1]
-        is_last = index == len(freed) - 1 and not self.pipelined  # other microbatches run before its backward
+
+        def groups_of(names: Sequence[str]) -> list[ParamGroup]:
+            return [other for name in names for other in freed if other.spec.module == name]
+
+        ahead = groups_of(layers[index + 1 : index + 1 + prefetch])
+        behind = groups_of(layers[max(index - prefetch, 0) : index][::-1])
+        is_last = index == len(layers) - 1 and not self.pipelined  # other microbatches run before its backward
 
         def gather_with(others: list[ParamGroup]) -> None:
             group.unshard()
             for other in others:
                 other.start_unshard()
 
-        def before_forward(_module: nn.Module, _args: Any) -> None:
+        def before_forward(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not group.spec.trainable and group.policy.reshards_params:
+                _after_gradients([*iter_tensors(args), *iter_tensors(kwargs)], after_backward)
             if group in self._gathered_in_order:
                 self._unshard_host_updated(until=group)
             # In a recomputation, later modules may have run backward already.
@@ -252,7 +269,11 @@ class ShardedModel:
         def before_backward(_gradient: Tensor) -> None:
             if group.is_backward_done:
                 return  # another output of the module was first, and all gradients have arrived
-            gather_with([other for other in behind if not other.grads.is_ready])
+            gather_with([other for other in behind if not other.is_backward_done])
+
+        def after_backward() -> None:
+            group.backward_has_passed = True
+            group.reshard()
 
         def after_forward(_module: nn.Module, _args: Any, output: Any) -> None:
             outputs = [tensor for tensor in iter_tensors(output) if tensor.requires_grad]
@@ -263,8 +284,20 @@ class ShardedModel:
             for tensor in outputs if group.policy.reshards_params else ():
                 tensor.register_hook(before_backward)
 
-        module.register_forward_pre_hook(before_forward)
+        module.register_forward_pre_hook(before_forward, with_kwargs=True)
         module.register_forward_hook(after_forward)
+
+
+def _after_gradients(tensors: Sequence[Tensor], call: Callable[[], None]) -> None:
+    """Call a function when the gradients of all tensors that require one have arrived."""
+    awaited = {id(tensor): tensor for tensor in tensors if tensor.requires_grad}
+
+    def arrived(_gradient: Tensor, key: int) -> None:
+        if awaited.pop(key, None) is not None and not awaited:
+            call()
+
+    for key, tensor in list(awaited.items()):
+        tensor.register_hook(partial(arrived, key=key))
 
 
 def _waits_for_host(group: ParamGroup) -> bool:

@@ -12,8 +12,8 @@ else is when to move what:
 
 With `shard=` smaller than dp (HSDP) the shards of a group are all-reduced over the replicas once a step. Ranks of cp
 hold the same parameters, and each has a partial sum of every gradient: they shard the groups too if all of dp does,
-and are replicas otherwise. Experts have other copies, and so shards of their own. sharded_model.py
-executes this; cost.py counts it.
+and are replicas otherwise. Experts have other copies, and so shards of their own. Frozen parameters have neither
+gradients nor states: zero 3 alone shards them. sharded_model.py executes this; cost.py counts it.
 """
 
 from __future__ import annotations
@@ -76,6 +76,13 @@ class ShardingPolicy:
         """A group's reduce-scatter is finished while later ones run: to free its buffer, or to start the all-reduce."""
         scatters = self.reduce_scatter_every_microbatch or self.num_replicas > 1
         return self.params_on_host or (self.num_shards > 1 and scatters)
+
+    def for_frozen(self) -> ShardingPolicy:
+        """Return the policy of a group without gradients and states: sharded if parameters are freed after use."""
+        kept = replace(self, reduce_scatter_every_microbatch=False, has_weight_versions=False, accumulates_grads=False)
+        if self.reshards_params:
+            return kept
+        return replace(kept, num_shards=1, num_replicas=1, shard_axis="alone", replica_axis="alone")
 
     def with_params_on_host(self) -> ShardingPolicy:
         """Return the policy of a group whose parameters live on the host."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from echelon.layout.placement import DimSplit
 from echelon.moe.moe_layer import MoELayer
 from echelon.parallel.ep.foreign_dispatch import apply_foreign_experts
+from echelon.parallel.ep.routing_sums import apply_routing_sums
 from echelon.parallel.ep.token_dispatch import AllToAllTokenDispatcher
 from echelon.parallel.tp.tensor_parallel import ModuleSplitter
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 def apply_expert_parallel(context: TransformContext) -> None:
     """Give every MoE layer a token dispatcher, and split its experts over ep and etp."""
     model, layout, axes = context.model, context.layout, context.axes
+    apply_routing_sums(context)
     if apply_foreign_experts(context):
         return
     moe_layers = {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}

@@ -2,7 +2,8 @@
 
 Each rank routes tokens of its own: its sequences, and its slice of them under cp and sequence parallelism. Their copies
 are sorted by expert, sent (token_all_to_all.py), computed by the class's own code with one expert each, and sent back.
-The weights of the choices stay where the tokens are.
+The weights of the choices stay where the tokens are. Where the ranks of tp have the same tokens (sp=0), each dispatches
+its slice of them, and they gather the results.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from torch import Tensor, nn
 from echelon.layout.placement import DimSplit
 from echelon.models.foreign.foreign_experts import ForeignExperts
 from echelon.moe.routing import count_tokens_per_expert
+from echelon.parallel.comm.autograd_collective import with_backward
 from echelon.parallel.comm.mesh_axis import MeshAxis
 from echelon.parallel.ep.cost import EP_ETP_AXIS
 from echelon.parallel.ep.token_all_to_all import TokenAllToAll
+from echelon.parallel.tp.foreign_parallel import own_slice
 from echelon.parallel.tp.tensor_parallel import ModuleSplitter
+from echelon.parallel.tp.tp_collectives import all_gather_sequence
 
 if TYPE_CHECKING:
     from echelon.parallel.transform_context import TransformContext
@@ -27,10 +31,18 @@ if TYPE_CHECKING:
 class ForeignDispatch:
     """Sends tokens to experts on other ranks."""
 
-    def __init__(self, axis: MeshAxis):
-        self.axis = axis
+    def __init__(self, axis: MeshAxis, same_tokens: MeshAxis | None = None):
+        self.axis, self.same_tokens = axis, same_tokens
+        """ranks that exchange tokens; ranks that have the same ones"""
 
     def run(self, experts: ForeignExperts, hidden: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
+        axis, tokens = self.same_tokens, len(hidden)
+        if axis is None:
+            return self._exchange(experts, hidden, choices, weights)
+        hidden, weights = (divide_tokens(x, axis) for x in (hidden, weights))
+        return gather_tokens(self._exchange(experts, hidden, own_slice(choices[None], axis)[0], weights), axis, tokens)
+
+    def _exchange(self, experts: ForeignExperts, hidden: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
         tokens, k = choices.shape
         flat = choices.flatten()
         order = torch.argsort(flat, stable=True)
@@ -54,6 +66,21 @@ class ForeignDispatch:
         return out[: len(arrived)]
 
 
+def divide_tokens(x: Tensor, axis: MeshAxis) -> Tensor:
+    """This rank's slice of tokens [tokens, ...] that all ranks have; padding is zero. All have their gradients."""
+    tokens = len(x)
+    return with_backward(
+        x, lambda x: own_slice(x[None], axis)[0], lambda dy: all_gather_sequence(dy[None], axis, tokens)[0]
+    )
+
+
+def gather_tokens(x: Tensor, axis: MeshAxis, tokens: int) -> Tensor:
+    """The tokens of all ranks, which then compute the same."""
+    return with_backward(
+        x, lambda x: all_gather_sequence(x[None], axis, tokens)[0], lambda dy: own_slice(dy[None], axis)[0]
+    )
+
+
 def apply_foreign_experts(context: TransformContext) -> bool:
     """Divide the experts of a foreign model over ep. Return whether it has any."""
     model, layout = context.model, context.layout
@@ -62,18 +89,15 @@ def apply_foreign_experts(context: TransformContext) -> bool:
         return False
     if layout.etp > 1:
         raise ValueError(f"experts of {type(model).__name__} are not split themselves (etp={layout.etp}); use etp=1")
-    if layout.ep > 1 and layout.tp > 1 and not layout.sp:
-        raise ValueError(
-            f"experts require tokens that are divided over tp by position (tp={layout.tp}, sp=0); use sp=1, or ep=1"
-        )
-    if layout.ep == 1 and not (layout.tp > 1 and layout.sp) and layout.cp == 1:
+    if layout.ep == 1 and not (layout.tp > 1 and layout.sp):
         return True
+    same_tokens = context.axes["tp"] if layout.tp > 1 and not layout.sp else None
     splitter = ModuleSplitter(model, context.params)
     for name, experts in found.items():
         if experts.all_experts % layout.ep:
             raise ValueError(f"ep={layout.ep} does not divide the {experts.all_experts} experts of {name}")
         if layout.ep > 1:
-            experts.dispatch = ForeignDispatch(context.axes.get_or_add(EP_ETP_AXIS))
+            experts.dispatch = ForeignDispatch(context.axes.get_or_add(EP_ETP_AXIS), same_tokens)
             vars(experts)["num_experts"] = experts.all_experts // layout.ep
         splits = (DimSplit(axis="ep", dim=0, num_parts=layout.ep), DimSplit(axis="etp", dim=0, num_parts=1))
         for key, _ in experts.named_parameters():

@@ -99,6 +99,8 @@ class TransformerSizes:
     """this rank has the embedding"""
     has_head: bool = True
     """this rank has the head"""
+    frozen_inputs: bool = False
+    """nothing before the first region is trained: backward neither leaves it nor reaches the embedding"""
     heads: int = 1
     kv_heads: int = 1
     """of the unsharded model, as `heads`"""
@@ -158,6 +160,10 @@ def collectives(
     # Crossings of regions in a microbatch's forward, by elements per token; backward crosses them too.
     enter = _region_inputs(t, t.layers, dense + shared) + Counter({t.width: t.has_head})
     leave = Counter({t.width: t.layers + dense + shared + t.has_embedding})
+    enter_backward, leave_backward = enter.copy(), leave.copy()
+    if t.frozen_inputs and t.has_embedding:
+        leave_backward[t.width] -= 1
+        enter_backward[t.width] -= not t.attention_input_width  # latents are made by linears with adapters
     # Recomputing a block enters both regions again and leaves its first one. It leaves its last region only if
     # another block is recomputed after it, dropout needs the result, or experts follow.
     last = recomputed.dense if t.dropout else recomputed.dense - recomputed.dense_tails
@@ -170,10 +176,10 @@ def collectives(
     # Entering is an all-gather in forward and a reduce-scatter in backward, or (sp=0) an all-reduce in backward;
     # leaving is the reverse.
     if layout.sp:
-        gathered, scattered = enter + leave + reenter, leave + enter + releave
+        gathered, scattered = enter + leave_backward + reenter, leave + enter_backward + releave
         yield from sequence_parallel_collectives(t, layout, gathered, scattered)
     else:
-        for elements, count in (leave + enter + releave).items():
+        for elements, count in (leave + enter_backward + releave).items():
             size = t.batch * t.seq_len * elements * t.element_bytes
             yield Collective(op="all_reduce", axis="tp", bytes=size, count=count * steps, purpose="activations")
     if not t.has_head:

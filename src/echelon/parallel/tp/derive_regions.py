@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,8 +27,9 @@ from echelon.models.foreign.causal_lm import ForeignCausalLM
 from echelon.models.foreign.float64_casts import float64_casts
 from echelon.models.foreign.foreign_experts import ForeignExperts
 from echelon.models.foreign.layer_probe import implementations
-from echelon.models.foreign.layer_stack import LayerCall
+from echelon.models.foreign.layer_stack import LayerCall, first_output
 from echelon.models.foreign.unfuse import is_linear, output_dim
+from echelon.models.lora.adapter import remove_adapters
 from echelon.parallel.tp.region_plan import RegionPlan
 from echelon.parallel.tp.region_trial import RegionCall, is_exact, run_whole
 
@@ -46,6 +48,8 @@ class DerivedSplit:
     """children of layers with matrices that every rank computes"""
     expert_layers: tuple[str, ...] = ()
     """those with experts, which compute token by token"""
+    outside: tuple[str, ...] = ()
+    """parameters of regions and whole modules that these hand out for code after them, such as a bias"""
 
 
 @dataclass(frozen=True)
@@ -88,43 +92,79 @@ def head_counts(model: ForeignCausalLM) -> tuple[int, int]:
 def derive_split(model: ForeignCausalLM, tp: int) -> DerivedSplit:
     """Find what `tp` ranks can split. Every rank finds the same: the weights of a trial are those of a fixed seed."""
     heads = _Heads(*head_counts(model), tp)
+    if not model.layer_stack.num_layers:
+        return DerivedSplit(regions=(), whole=())
+    try:
+        calls = _layer_calls(model)
+    except Exception:  # whatever a model's code raises where its layers are stubs: all ranks compute all layers
+        if not model.layer_stack.problem:
+            raise
+        return DerivedSplit(regions=(), whole=())
     with implementations(model.config, experts="eager"):  # the others have no float64
-        return _derive(model, _layer_calls(model), heads)
+        return _derive(model, calls, heads)
 
 
 def _derive(model: ForeignCausalLM, calls: list[LayerCall], heads: _Heads) -> DerivedSplit:
-    found: dict[str, tuple[list[RegionPlan], list[str]]] = {}
+    found: dict[str, tuple[list[RegionPlan], list[str], list[str]]] = {}
     regions: list[RegionPlan] = []
     whole: list[str] = []
-    for name, call in zip(model.layer_stack.layer_names, calls, strict=True):
+    outside: list[str] = []
+    stack = model.layer_stack
+    for name, call in zip(stack.layer_names, calls, strict=True):
         layer = model.get_submodule(name)
-        kind = _signature(layer, call)
+        kind = layer_signature(layer, call)
         if kind not in found:
-            found[kind] = _split_layer(layer, call, model.layer_stack.hidden_size, heads)
-        plans, others = found[kind]
+            try:
+                found[kind] = _split_layer(layer, call, heads, stack.carried)
+            except Exception:  # whatever a layer raises that does not run alone: every rank computes all of it
+                if not stack.problem:
+                    raise
+                found[kind] = ([], [], [])
+        plans, others, handed_out = found[kind]
         regions += [plan.at(f"{name}.{plan.module}".rstrip(".")) for plan in plans]
         whole += [f"{name}.{other}" for other in others]
+        outside += [f"{name}.{other}" for other in handed_out]
     moe = [
         name for name in whole if any(isinstance(part, ForeignExperts) for part in model.get_submodule(name).modules())
     ]
     return DerivedSplit(
-        regions=tuple(regions), whole=tuple(name for name in whole if name not in moe), expert_layers=tuple(moe)
+        regions=tuple(regions),
+        whole=tuple(name for name in whole if name not in moe),
+        expert_layers=tuple(moe),
+        outside=tuple(outside),
     )
 
 
 def _layer_calls(model: ForeignCausalLM) -> list[LayerCall]:
-    like = torch.zeros(ROWS, TOKENS, model.layer_stack.hidden_size, dtype=torch.float64)
+    stack = model.layer_stack
+    like = torch.zeros(ROWS, TOKENS, stack.embedding_size, dtype=torch.float64)
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), float64_casts(torch.float64):
-            return model.layer_stack.contexts(model, like)
+        with torch.no_grad(), float64_casts(torch.float64), _values_between(model):
+            return stack.contexts(model, like)
     finally:
         model.train(was_training)
 
 
-def _signature(layer: nn.Module, call: LayerCall) -> str:
-    """Equal for layers with equal plans."""
+@contextmanager
+def _values_between(model: ForeignCausalLM) -> Iterator[None]:
+    """Give parameters on the meta device values that belong to no module around the layers, for a while."""
+    stack, owners = model.layer_stack, []
+    for path, module in model.named_modules():
+        inside = any(f"{path}.".startswith(f"{name}.") for name in (stack.path, *stack.before, *stack.after))
+        owners += [] if inside else [(module, name, p) for name, p in module.named_parameters(recurse=False)]
+    for module, name, p in owners:
+        module._parameters[name] = nn.Parameter(torch.zeros(p.shape, dtype=torch.float64), requires_grad=False)
+    try:
+        yield
+    finally:
+        for module, name, p in owners:
+            module._parameters[name] = p
+
+
+def layer_signature(layer: nn.Module, call: LayerCall) -> str:
+    """Return the same for layers that run the same code with tensors of the same shapes."""
     shapes = [(name, tuple(p.shape)) for name, p in layer.named_parameters()]
     classes = [(name, type(module).__name__) for name, module in layer.named_modules()]
     plain = [
@@ -136,38 +176,91 @@ def _signature(layer: nn.Module, call: LayerCall) -> str:
     return repr((shapes, classes, plain, sorted(call.kwargs)))
 
 
-def _split_layer(layer: nn.Module, call: LayerCall, width: int, heads: _Heads) -> tuple[list[RegionPlan], list[str]]:
-    """The plans of one layer, and its children that stay whole; names are relative to the layer."""
-    local = _random_copy(layer)
+def _split_layer(
+    layer: nn.Module, call: LayerCall, heads: _Heads, carried: tuple[str, ...]
+) -> tuple[list[RegionPlan], list[str], list[str]]:
+    """The plans of one layer, its children that stay whole, and parameters that they hand out.
+
+    Names are relative to the layer.
+    """
+    local = random_copy(layer)
     generator = torch.Generator().manual_seed(2)
-    hidden = torch.randn(ROWS, TOKENS, width, dtype=torch.float64, generator=generator)
+    hidden = torch.randn(call.shape, dtype=torch.float64, generator=generator).requires_grad_()
+    call = _with_values(call, carried, generator)
     entered: dict[str, RegionCall] = {}
+    children = dict(_called_children(local))
     handles = [
         child.register_forward_pre_hook(_record_call(entered, name), with_kwargs=True)
-        for name, child in local.named_children()
+        for name, child in children.items()
     ]
-    with torch.no_grad(), float64_casts(torch.float64):
+    with torch.enable_grad(), float64_casts(torch.float64):
         call.run(local, hidden)
     for handle in handles:
         handle.remove()
     plans: list[RegionPlan] = []
     whole: list[str] = []
-    for name, child in local.named_children():
+    outside: list[str] = []
+    for name, child in children.items():
         if name not in entered or is_linear(child) or not any(p.dim() > 1 for p in child.parameters()):
             continue
-        plan = _first_exact(child, entered[name], heads) if _has_only_linears(child) else None
+        handed_out = _handed_out(child, entered[name])
+        outside += [f"{name}.{other}" for other in handed_out]
+        plan = _first_exact(child, entered[name], heads, handed_out) if _has_only_linears(child) else None
         if plan is None:
             whole.append(name)
         else:
             plans.append(plan.at(name))
-    own = [name for name, child in local.named_children() if is_linear(child)]
+    own = [name for name, child in children.items() if is_linear(child)]
     if own:
         args = (hidden, *call.args) if not call.by_keyword else ()
         kwargs = dict(call.kwargs) if args else {**call.kwargs, "hidden_states": hidden}
-        plan = _first_exact(local, RegionCall(args, kwargs), heads, own)
+        plan = _first_exact(local, RegionCall(args, kwargs), heads, own=own)
         if plan is not None:
             plans.append(plan)
-    return plans, whole
+    return plans, whole, outside
+
+
+def _called_children(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The children that a layer calls: those of its lists, in place of the lists."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict) and type(child).forward is nn.Module.forward:
+            yield from _called_children(child, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", child
+
+
+def _handed_out(module: nn.Module, call: RegionCall) -> tuple[str, ...]:
+    """Parameters that other code applies to tokens: the first of a module's outputs does not depend on them.
+
+    Outputs for each token are sliced as the first is."""
+    with torch.enable_grad(), float64_casts(torch.float64):
+        output = module(*call.args, **call.kwargs)
+    first, tokens = first_output(output), call.hidden.shape[:2]
+    others = [
+        other
+        for other in (output[1:] if isinstance(output, tuple | list) else ())
+        if isinstance(other, Tensor) and other.shape[:2] != tokens
+    ]
+    return tuple(
+        name
+        for name, p in module.named_parameters()
+        if any(_depends(other, p) for other in others) and not _depends(first, p)
+    )
+
+
+def _with_values(call: LayerCall, carried: tuple[str, ...], generator: torch.Generator) -> LayerCall:
+    """The call with random values for what the loss has a gradient with respect to, instead of zeros."""
+
+    def renew(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)(map(renew, value))
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        return torch.randn(value.shape, dtype=value.dtype, generator=generator).requires_grad_()
+
+    args = tuple(renew(x) if f"argument {index + 1}" in carried else x for index, x in enumerate(call.args))
+    kwargs = {key: renew(value) if key in carried else value for key, value in call.kwargs.items()}
+    return replace(call, args=args, kwargs=kwargs)
 
 
 def _record_call(entered: dict[str, RegionCall], name: str) -> Any:
@@ -177,14 +270,14 @@ def _record_call(entered: dict[str, RegionCall], name: str) -> Any:
     return hook
 
 
-def _random_copy(layer: nn.Module) -> nn.Module:
+def random_copy(layer: nn.Module) -> nn.Module:
     """A copy with random float64 weights, whatever device the layer is on. Vectors are near one, as norms are."""
     generator = torch.Generator().manual_seed(1)
     memo: dict[int, Any] = {}
     for p in layer.parameters():
         values = torch.randn(p.shape, dtype=torch.float64, generator=generator)
         memo[id(p)] = nn.Parameter(values / p.shape[-1] ** 0.5 if p.dim() > 1 else 1 + 0.3 * values)
-    copied = copy.deepcopy(layer, memo)
+    copied = remove_adapters(copy.deepcopy(layer, memo))
     for module in copied.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point():
@@ -197,14 +290,22 @@ def _has_only_linears(module: nn.Module) -> bool:
     return not any(p.dim() > 1 for child in others for p in child.parameters(recurse=False))
 
 
-def _first_exact(module: nn.Module, call: RegionCall, heads: _Heads, own: list[str] | None = None) -> RegionPlan | None:
+def _first_exact(
+    module: nn.Module,
+    call: RegionCall,
+    heads: _Heads,
+    outside: tuple[str, ...] = (),
+    *,
+    own: list[str] | None = None,
+) -> RegionPlan | None:
     """The first plan that is exact; of the module's own linears only, where `own` names them."""
-    with torch.enable_grad():
+    with torch.enable_grad(), float64_casts(torch.float64):
         columns, row = _columns_and_row(module, call, own)
         if not columns:
             return None
         whole = run_whole(module, call)
         for plan in _plans(module, columns, row, heads, enters_at_columns=own is not None):
+            plan = replace(plan, outside=outside)
             if is_exact(module, call, whole, plan, heads.tp):
                 return plan
     return None
@@ -223,7 +324,7 @@ def _columns_and_row(module: nn.Module, call: RegionCall, own: list[str] | None)
 
     names = [name for name, child in module.named_modules() if is_linear(child) and (own is None or name in own)]
     handles = [module.get_submodule(name).register_forward_hook(record(name)) for name in names]
-    call.run(module, call.hidden.detach().clone().requires_grad_())
+    call.separate()[0].run(module)
     for handle in handles:
         handle.remove()
     called = list(outputs)

@@ -25,9 +25,12 @@ class RowLinear(nn.Module):
         super().__init__()
         self.weight, self.boundary = weight, boundary
         self.register_parameter("bias", bias)
+        self.lora: nn.Module | None = None
+        """an adapter whose inputs are sharded too: its output is a partial sum"""
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.boundary.leave(fused_linear(x, (self.weight,), (None,), self.gemms))
+        y = fused_linear(x, (self.weight,), (None,), self.gemms)
+        y = self.boundary.leave(y if self.lora is None else y + self.lora(x))
         return y if self.bias is None else y + self.bias  # after the reduction: the bias is added once
 
 

@@ -14,12 +14,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from echelon.layout.placement import DimSplit, LogicalParam
+from echelon.models.foreign.layer_stack import HIDDEN
 from echelon.models.foreign.unfuse import is_transposed, output_dim
 from echelon.parallel.tp.tensor_parallel import ModuleSplitter
 from echelon.parallel.tp.tp_collectives import RegionBoundary, SequenceParallelBoundary
-
-HIDDEN = "hidden_states"
-"""the keyword by which transformers passes a layer's input"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +36,8 @@ class RegionPlan:
     """numbers of heads and sizes that the code reads from itself: by submodule, then by attribute"""
     config: Mapping[str, int] = field(default_factory=dict)
     """those that it reads from the model's config"""
+    outside: tuple[str, ...] = ()
+    """parameters that the module hands out beside its output, for code after the region"""
     enters_at_columns: bool = False
     """the columns' inputs enter the region one by one: the module does more than the region"""
 
@@ -70,7 +70,7 @@ class RegionSplitter(ModuleSplitter):
                 self._split_column(name, plan.columns[owner])
             elif name.removeprefix(root) in plan.head_params:
                 self.update_param(name, splits=(DimSplit(axis="tp", dim=0, num_parts=self.axis.size),))
-            elif root + owner != row:
+            elif root + owner != row and name.removeprefix(root) not in plan.outside:
                 self.update_param(name, partial_grad_axes=("tp",))
         self._split_row(row)
         for name, values in plan.attributes.items():
@@ -109,10 +109,13 @@ class ReducedLinear(nn.Module):
         super().__init__()
         self.weight, self.boundary, self.is_transposed = linear.weight, boundary, is_transposed(linear)
         self.register_parameter("bias", linear.bias)
+        self.lora: nn.Module | None = None
+        """an adapter whose inputs are sharded too: its output is a partial sum"""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight if self.is_transposed else self.weight.t()
-        y = self.boundary.leave(x @ weight)
+        y = x @ weight
+        y = self.boundary.leave(y if self.lora is None else y + self.lora(x))
         bias = self._parameters["bias"]
         return y if bias is None else y + bias
 

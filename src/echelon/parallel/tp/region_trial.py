@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from echelon.layout.placement import LogicalParam
 from echelon.models.foreign.float64_casts import float64_casts
-from echelon.parallel.tp.region_plan import HIDDEN, RegionPlan, RegionSplitter
+from echelon.models.foreign.layer_stack import HIDDEN, first_output
+from echelon.parallel.tp.region_plan import RegionPlan, RegionSplitter
 from echelon.parallel.tp.tp_collectives import FullSequenceBoundary
 
 TOLERANCE = 1e-9
@@ -56,13 +57,22 @@ class RegionCall:
         first: Tensor = self.args[0] if self.args else self.kwargs[HIDDEN]
         return first
 
-    def run(self, module: nn.Module, hidden: Tensor) -> Tensor:
-        if self.args:
-            output = module(hidden, *self.args[1:], **self.kwargs)
-        else:
-            output = module(**{**self.kwargs, HIDDEN: hidden})
-        first: Tensor = output[0] if isinstance(output, tuple) else output
-        return first
+    def run(self, module: nn.Module) -> Tensor:
+        return first_output(module(*self.args, **self.kwargs))
+
+    def separate(self) -> tuple[RegionCall, list[Tensor]]:
+        """The same call with inputs of its own, of which the result will have gradients, and these inputs."""
+        inputs: list[Tensor] = []
+
+        def renew(value: Any) -> Any:
+            if isinstance(value, tuple | list):
+                return type(value)(map(renew, value))
+            if isinstance(value, Tensor) and (value.requires_grad or value is self.hidden):
+                inputs.append(value.detach().clone().requires_grad_())
+                return inputs[-1]
+            return value
+
+        return RegionCall(renew(self.args), {key: renew(value) for key, value in self.kwargs.items()}), inputs
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,7 @@ class RegionResult:
     """Output and gradients of a region."""
 
     output: Tensor
-    hidden_grad: Tensor
+    input_grads: tuple[Tensor, ...]
     grads: Mapping[str, Tensor]
 
 
@@ -80,15 +90,15 @@ def run_whole(module: nn.Module, call: RegionCall) -> RegionResult:
 
 
 def _run(module: nn.Module, call: RegionCall) -> RegionResult:
-    hidden = call.hidden.detach().clone().requires_grad_()
+    call, inputs = call.separate()
     module.zero_grad()
     with float64_casts(torch.float64):
-        output = call.run(module, hidden)
+        output = call.run(module)
         seed = torch.arange(output.numel(), dtype=output.dtype).view(output.shape).cos()
         output.backward(seed)
     grads = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in module.named_parameters()}
-    grad = hidden.grad if hidden.grad is not None else torch.zeros_like(hidden)
-    return RegionResult(output.detach(), grad, grads)
+    input_grads = tuple(x.grad if x.grad is not None else torch.zeros_like(x) for x in inputs)
+    return RegionResult(output.detach(), input_grads, grads)
 
 
 def is_exact(module: nn.Module, call: RegionCall, whole: RegionResult, plan: RegionPlan, tp: int) -> bool:
@@ -141,7 +151,8 @@ def _local_copy(
 
 def _agrees(whole: RegionResult, results: list[RegionResult], index: int, params: Mapping[str, LogicalParam]) -> bool:
     result = results[index]
-    if not (_close(result.output, whole.output) and _close(result.hidden_grad, whole.hidden_grad)):
+    grads = zip(result.input_grads, whole.input_grads, strict=True)
+    if not _close(result.output, whole.output) or not all(_close(grad, expected) for grad, expected in grads):
         return False
     for name, param in params.items():
         box = tuple(slice(low, high) for low, high in param.box({"tp": index}))

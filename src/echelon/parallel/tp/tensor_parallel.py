@@ -35,10 +35,12 @@ from echelon.layout import Layout
 from echelon.layout.collective import Collective
 from echelon.layout.placement import DimSplit, LogicalParam
 from echelon.models.foreign.causal_lm import ForeignCausalLM
+from echelon.models.lora.adapter import ADAPTER
 from echelon.models.tp_splits import get_tp_split
 from echelon.models.traced.graph_model import GraphModel
 from echelon.parallel.comm.mesh_axis import MeshAxis
 from echelon.parallel.tp import cost
+from echelon.parallel.tp.adapter_splits import split_adapters
 from echelon.parallel.tp.parallel_layers import RowLinear, VocabParallelEmbedding, VocabParallelHead
 from echelon.parallel.tp.tp_collectives import (
     FullSequenceBoundary,
@@ -61,20 +63,24 @@ def apply_tensor_parallel(context: TransformContext) -> None:
     model, layout, axes = context.model, context.layout, context.axes
     if layout.tp == 1:
         return
-    if isinstance(model, ForeignCausalLM):
-        from echelon.parallel.tp import foreign_parallel  # imports this module
-
-        context.params, context.tp_boundary = foreign_parallel.shard_foreign_model(
-            model, context.params, axes["tp"], sequence_parallel=bool(layout.sp)
-        )
-    elif isinstance(model, GraphModel):
+    if isinstance(model, GraphModel):  # its adapters are operators as others are
         from echelon.parallel.auto_sharding.shard_graph import shard_graph_model
 
         context.params = shard_graph_model(context, model)
-    else:
-        context.params, context.tp_boundary = shard_modules(
-            model, context.params, get_tp_split(model), axes["tp"], sequence_parallel=bool(layout.sp)
+        context.add_partial_grad_axes()
+        return
+    sequence_parallel = bool(layout.sp)
+    if isinstance(model, ForeignCausalLM):
+        from echelon.parallel.tp import foreign_parallel  # imports this module
+
+        params, boundary = foreign_parallel.shard_foreign_model(
+            model, context.params, axes["tp"], sequence_parallel=sequence_parallel
         )
+    else:
+        table = get_tp_split(model)
+        params, boundary = shard_modules(model, context.params, table, axes["tp"], sequence_parallel=sequence_parallel)
+    context.tp_boundary = boundary
+    context.params = split_adapters(model, params, boundary)
     context.add_partial_grad_axes()
 
 
@@ -153,6 +159,10 @@ class ModuleSplitter:
         return self.model.get_submodule(name.rpartition(".")[0])
 
     def replace(self, name: str, module: nn.Module) -> None:
+        """Put a module in the place of another, whose adapter it takes over."""
+        adapter = self.model.get_submodule(name)._modules.get(ADAPTER)
+        if adapter is not None:
+            setattr(module, ADAPTER, adapter)
         setattr(self.parent(name), name.rpartition(".")[2], module)
 
 

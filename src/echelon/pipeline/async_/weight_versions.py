@@ -41,7 +41,7 @@ class WeightVersions:
         """Make the weights that the optimizer has just written the latest version."""
         assert version == self.latest + 1
         if self.latest in self.stashed:
-            for group in self.sharded_model.param_groups:
+            for group in self.sharded_model.trainable_groups:
                 group.fork_param_buffer()
                 self.sharded_model.register_params(group)
         self.sharded_model.after_update()

@@ -43,12 +43,12 @@ class StageParamGroups:
 
     def begin_backward(self, local_stage: int) -> None:
         for group in self.sharded_model.stage_groups[local_stage]:
-            group.grads.begin_microbatch()
+            group.begin_microbatch()
 
     def end_backward(self, local_stage: int, *, last: bool) -> None:
         """Reduce gradients after a backward; `last` if it is the stage's last of the step."""
         for number, group in reversed(list(enumerate(self.sharded_model.param_groups))):
-            if group not in self.sharded_model.stage_groups[local_stage]:
+            if group not in self.sharded_model.stage_groups[local_stage] or not group.spec.trainable:
                 continue
             if last:
                 self._awaiting_backward[number].discard(local_stage)
@@ -66,9 +66,10 @@ class StageParamGroups:
 
     def finish_step(self) -> None:
         """Finish all reductions of a step, and reshard."""
-        in_backward_order = self.sharded_model.param_groups[::-1]
+        in_backward_order = self.sharded_model.trainable_groups[::-1]
         for group in in_backward_order:
             group.reduction.finish_reduce_scatter(last=True)
         for group in in_backward_order:
             group.reduction.finish()
+        for group in self.sharded_model.param_groups:
             group.reshard()

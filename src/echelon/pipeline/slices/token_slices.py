@@ -44,8 +44,16 @@ class SliceKVCache:
         self.slice_state = slice_state
         self.slices: dict[tuple[int, int], SliceKeysValues] = {}
 
-    def attend(self, core: CoreAttention, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
-        return core.local_attention(q, *self._extend(k, v), context)
+    def attend(
+        self,
+        core: CoreAttention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: AttentionContext,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        return core.local_attention(q, *self._extend(k, v), context, sinks)
 
     def _extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if self.slice_state.current is None:

@@ -67,7 +67,8 @@ def _calibrate(cluster: Cluster, c: Constants) -> Constants:
         rate, edge = fit_matmul_rate(curves.matmul, measured.get("edge", c.edge))
         measured |= {GEMM_SHARES.get(device.generation, device.generation): rate / peak, "edge": edge}
     if curves.attention:
-        measured["best_attention"] = fit_attention_rate(curves.attention) / peak
+        rate = fit_attention_rate(curves.attention)
+        measured |= {"best_attention": rate / peak, "blackwell_attention": rate / peak}
     if curves.memory:
         measured["memory_bandwidth"] = curves.memory / device.bandwidth
     if link := fit_link(curves, cluster.per_node):

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.planning.calibrate.constants import Constants
-from echelon.planning.cluster.device_kinds import DEVICE_KINDS, DeviceKind
+from echelon.planning.cluster.device_kinds import DEFAULT_GENERATION, DEVICE_KINDS, DeviceKind
 from echelon.planning.scenario import Scenario
 
 MEASURED_KINDS = (
@@ -53,6 +53,9 @@ SLOWEST_NETWORKS = {
 OWN_KIND, OWN_PRECISIONS = "h200", ("bf16", "fp8")
 """what Echelon's own steps were measured on (bench/measured/h200.json)"""
 MAX_MEASURED_DEVICES, MAX_MEASURED_SEQ_LEN = 12_288, 1_048_576
+UNKNOWN_GENERATION = 5.0
+"""times that a device widens the interval by `spread_far` if no generation tells the share of its peak that GEMMs
+reach: of the shares in constants.py, four of five are within a factor of 1.6 of the one that is taken for it"""
 SAME = 0.1
 """share by which a number of a device may differ from its kind's"""
 
@@ -66,7 +69,7 @@ def interval_factor(scenario: Scenario, c: Constants) -> float:
     """The factor, up and down, within which four of five runs lie."""
     spread = c.spread_experts if scenario.shape.experts else c.spread
     doubts = sum(weight for _, weight in _doubts(scenario))
-    if not doubts and scenario.has_kernels and scenario.layout.world == 1:
+    if not doubts and scenario.has_kernels:  # on one device, as clusters are doubtful
         spread = c.spread_own
     return math.exp(spread * c.spread_far**doubts)
 
@@ -110,7 +113,9 @@ def _device_doubts(scenario: Scenario) -> Iterator[tuple[str, float]]:
         return
     kinds = {group.device.name: group.device for group in cluster.node_groups}
     for name, device in kinds.items():
-        if name not in MEASURED_KINDS:
+        if name not in MEASURED_KINDS and device.generation == DEFAULT_GENERATION:
+            yield f"no run on {name} or its generation was measured", UNKNOWN_GENERATION
+        elif name not in MEASURED_KINDS:
             yield f"no run on {name} was measured", 1.0
         elif not _is_kind(device, DEVICE_KINDS[name]):
             yield f"{name} was measured with other rates than these", 1.0

@@ -35,6 +35,10 @@ an autograd function of their own, which runs the layer whole"""
 UNFUSED_CASTS = ("torch", "torch-compiled")
 """programs that cast the inputs of GEMMs below 16 bits by two kernels, along rows and along columns (torchao);
 Transformer Engine and XLA have one for both"""
+BUCKETED = ("megatron",)
+"""programs that gather and reduce the parameters of a stage in buckets of `bucket_numel`, not layer by layer"""
+COMPILED_LOSSES = ("torch-compiled",)
+"""programs whose compiler makes the loss a kernel forward and a kernel backward"""
 _SCHEDULES = ("gpipe", "1f1b", "interleaved")
 _OTHER_SCHEDULES = {
     "deepspeed": ("gpipe", "1f1b"),
@@ -68,6 +72,12 @@ def reduced_gradient_bytes(program: str, generation: str) -> int:
     return 2 if program == "deepspeed" or (program == "megatron" and generation in ("hopper", "blackwell")) else 4
 
 
+def bucket_numel(ranks: int) -> int:
+    """Parameters of a bucket, which Megatron-Core makes larger for many ranks so that a ring's hops take less than its
+    bytes: DistributedDataParallel's default for `bucket_size`."""
+    return max(40_000_000, 1_000_000 * ranks)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProgramProfile:
     speed: float = 1.0
@@ -86,13 +96,13 @@ class ProgramProfile:
 _PROFILES = {
     "echelon": ProgramProfile(overlap=0.56),
     "plain": ProgramProfile(traffic=1.4, overlap=0.56),
-    "megatron": ProgramProfile(overlap=0.656, tp_overlap=0.713),
-    "megatron-2021": ProgramProfile(speed=1.02, traffic=1.34, overlap=0.0979),
-    "deepspeed": ProgramProfile(speed=0.914, traffic=1.06, overlap=0.589),
-    "torch": ProgramProfile(speed=0.979, traffic=0.934, overlap=0.585, host=0.55),
-    "torch-compiled": ProgramProfile(speed=1.01, traffic=1.11, overlap=0.67, host=0.55),
-    "xla": ProgramProfile(speed=0.958, traffic=1.37, overlap=0.58, host=0.1),
-    "unknown": ProgramProfile(speed=0.979, traffic=1.13, overlap=0.453, tp_overlap=0.119, host=0.558),
+    "megatron": ProgramProfile(overlap=0.668, tp_overlap=0.718),
+    "megatron-2021": ProgramProfile(speed=1.02, traffic=1.34, overlap=0.0978),
+    "deepspeed": ProgramProfile(speed=0.912, traffic=1.06, overlap=0.589),
+    "torch": ProgramProfile(speed=0.982, traffic=0.933, overlap=0.589, host=0.55),
+    "torch-compiled": ProgramProfile(speed=1.02, traffic=1.19, overlap=0.67, host=0.55),
+    "xla": ProgramProfile(speed=0.96, traffic=1.37, overlap=0.582, host=0.1),
+    "unknown": ProgramProfile(speed=0.982, traffic=1.14, overlap=0.455, tp_overlap=0.12, host=0.558),
 }
 FITTED_PROFILES = tuple(_PROFILES[name] for name in PROGRAMS)
 """`bench/fit.py` fits them. Megatron's speed and traffic are 1: it is the base. An unknown program has the mean of the

@@ -4,6 +4,7 @@
 
 These rules fill blank columns from the other columns of a row, for every source.
 
+    program             XLA on TPUs; PyTorch with ZeRO 3 or compiled; Megatron-LM with tp, pp or ep since Hopper
     layers              from the parameters, 12 x width^2 in each
     heads               width / 128, and as many key-value heads; with 64 experts or more: DeepSeek's latent
                         attention, if key-value heads are not stated
@@ -72,7 +73,7 @@ class PublishedRun:
     group: str
     """runs with the same differ only in layout and kernel"""
     assumed: Mapping[str, int | str] = field(default_factory=dict)
-    """keys of the layout that the row leaves out, as the best legal choice has them"""
+    """what the row leaves out: its program, its links, and keys of the layout as the best legal choice has them"""
 
 
 class UnusableRowError(ValueError):
@@ -111,7 +112,7 @@ def parse_run(row: Mapping[str, str]) -> PublishedRun:
     modern = device.generation not in ("volta", "ampere")
     tp, pp, cp = get.integer("tp", 1), get.integer("pp", 1), get.integer("cp", 1)
     dp = get.integer("dp", max(1, get.integer("gpus", 1) // (tp * pp * cp)))
-    program = _program(row, get)
+    program, assumed = _program(row, get, device)
     schedule = SCHEDULES.get(row.get("schedule", "").lower(), "")
     vpp = get.integer("vpp", 2 if schedule == "interleaved" else 1)
     microbatch, batch = get.integer("micro_batch", 1), get.integer("global_batch", 1)
@@ -121,7 +122,7 @@ def parse_run(row: Mapping[str, str]) -> PublishedRun:
     has_sp = modern or (program == "megatron" and attention not in SCORE_WRITING_KERNELS)
     if program == "megatron" and attention in SCORE_WRITING_KERNELS:
         program = "megatron-2021"
-    cluster, assumed = _cluster(row, device, get)
+    cluster, assumed_links = _cluster(row, device, get)
     shape = _shape(get, row)
     oom = row["source_id"].endswith("_oom") or note.startswith("oom")
     is_large = attention in SCORE_WRITING_KERNELS and shape.parameters * 18 > 4 * device.memory
@@ -169,7 +170,7 @@ def parse_run(row: Mapping[str, str]) -> PublishedRun:
         peak_bytes=get.number("peak_mem_gib") * GIB,
         out_of_memory=oom,
         group="/".join(row.get(key, "") for key in group),
-        assumed=assumed | chosen,
+        assumed=assumed | assumed_links | chosen,
     )
 
 
@@ -262,15 +263,27 @@ def _cluster(row: Mapping[str, str], device: DeviceKind, get: _RowCells) -> tupl
     return cluster, {"inter_node_bw": f"{device.inter_node.bandwidth * 8 / 1e9:g} Gb/s per device"} if unread else {}
 
 
-def _program(row: Mapping[str, str], get: _RowCells) -> str:
-    """The program that a row names, or that its layout is usual for."""
-    program = named_program(row)
-    split = get.integer("tp", 1) * get.integer("pp", 1) > 1
-    if not program and get.integer("zero_stage", 0) == 3 and not split:
-        program = "torch"
+def _program(row: Mapping[str, str], get: _RowCells, device: DeviceKind) -> tuple[str, dict[str, int | str]]:
+    """The program that a row names, or that its device and layout are usual for, and what was assumed."""
+    named = named_program(row)
+    program = named or _usual_program(get, device)
     if program == "torch" and row.get("compile") == "1":
-        return "torch-compiled"
-    return program or "unknown"
+        program = "torch-compiled"
+    return program, {} if named else {"program": program}
+
+
+def _usual_program(get: _RowCells, device: DeviceKind) -> str:
+    """The program that most runs of a device and layout are of.
+
+    TPUs run XLA; what is compiled is PyTorch's, and ZeRO 3 is its FSDP; since Hopper, layers that are split otherwise
+    are Megatron-LM's, or NeMo's on top of it. Before, several programs split them, and all have data parallelism alone.
+    """
+    if device.generation == "tpu":
+        return "xla"
+    if get.integer("zero_stage", 0) == 3 or get.integer("compile", 0):
+        return "torch"
+    is_split = max(get.integer(key, 1) for key in ("tp", "pp", "ep")) > 1
+    return "megatron" if is_split and device.generation not in ("volta", "ampere") else "unknown"
 
 
 def _shards(note: str, dp: int, per_node: int) -> int:

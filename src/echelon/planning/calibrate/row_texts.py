@@ -73,14 +73,16 @@ def link_bandwidth(text: str, per_node: int) -> float:
 PROGRAM_WORDS = (
     ("torch", r"\bauto ?model\b"),
     ("xla", r"\bmaxtext\b|\bjax(toolbox)?\b|\bxla\b|\bpax(ml)?\b|\blevanter\b|\beasylm\b"),
-    ("deepspeed", r"deepspeed|neox\b"),
+    ("deepspeed", r"deepspeed|neox\b|\bbigscience\b"),
     ("megatron", r"\bmegatron\b(?! (formula|convention|paper))|\bnemo\b|\bmindspeed\b|\bmegascale\b|\bmodellink\b"),
     (
         "torch",
         r"\btorchtitan\b|\bfsdp2?\b(?!=)|\bhsdp\b|\bnanotron\b|\bddp\b|nanogpt\b|\blightning\b|\blitgpt\b|\baccelerate\b",
     ),
+    ("megatron", r"\bdgxc\b|\bdgx[ -]cloud\b"),  # recipes of NeMo, but for those that name another
 )
-"""names of programs, as sources write them; the first line that matches counts"""
+"""names of programs, and of projects that train with one alone, as sources write them; the first line that matches
+counts"""
 
 
 def named_program(row: Mapping[str, str]) -> str:

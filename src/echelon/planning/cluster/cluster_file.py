@@ -47,12 +47,10 @@ from typing import Any
 from echelon.input_file import InputFileError, parse_toml, read_toml
 from echelon.layout.validation_error import ValidationError, ValidationIssue, did_you_mean
 from echelon.planning.cluster.cluster import MAX_DEVICES, Cluster, MeasuredCurves, NodeGroup, build_cluster
-from echelon.planning.cluster.device_kinds import DEVICE_KINDS, GIB, DeviceKind, LinkSpec
+from echelon.planning.cluster.device_kinds import DEFAULT_GENERATION, DEVICE_KINDS, GIB, DeviceKind, LinkSpec
 
 Table = dict[str, Any]
 GENERATIONS = ("volta", "ampere", "hopper", "blackwell", "amd", "tpu", "npu", "cpu")
-DEFAULT_GENERATION = "npu"
-"""of a device that planning does not know: of the share of its peak that accelerators other than NVIDIA's reach"""
 DTYPES = ("bf16", "fp16", "fp8", "fp4", "fp32")
 
 
@@ -92,13 +90,16 @@ class NumberField:
 
 
 COUNT = NumberField(integer=True, maximum=MAX_DEVICES)
-GBPS, SECONDS = NumberField(shift=9), NumberField(allows_zero=True, maximum=1e9)
+MAX_TERA, MAX_GBPS = 1e5, 1e6
+"""per second and device: more are numbers in another unit"""
+TERA, GBPS = NumberField(shift=12, maximum=MAX_TERA), NumberField(shift=9, maximum=MAX_GBPS)
+SECONDS = NumberField(allows_zero=True, maximum=1e9)
 LINK = {"bandwidth_gbps": GBPS, "latency_us": NumberField(shift=-6, allows_zero=True, maximum=1e12)}
 HOST = {"memory_gib": NumberField(in_gib=True, maximum=1e9), "disk_gbps": GBPS}
 DEVICE = {
-    **{f"{dtype}_tflops": NumberField(shift=12) for dtype in DTYPES},
+    **dict.fromkeys((f"{dtype}_tflops" for dtype in DTYPES), TERA),
     "memory_gib": NumberField(in_gib=True, maximum=1e9),
-    "memory_tbps": NumberField(shift=12),
+    "memory_tbps": NumberField(shift=12, maximum=1e3),
     **{f"{level}_{key}": number for level in ("inside", "outside", "host") for key, number in LINK.items()},
     "domain": COUNT,
     "watts": NumberField(allows_zero=True),
@@ -113,7 +114,7 @@ DEVICE_LINKS = {"inside_": "intra_node", "outside_": "inter_node", "host_": "hos
 REQUIRED = ("memory_gib", "memory_tbps", "inside_bandwidth_gbps", "outside_bandwidth_gbps")
 """keys of a custom device, beside its 16-bit peak; links take the latencies of known kinds, the host's also their
 bandwidth"""
-SIZE, TERA, BYTES = NumberField(integer=True), NumberField(shift=12), NumberField(integer=True, maximum=1e15)
+SIZE, BYTES = NumberField(integer=True), NumberField(integer=True, maximum=1e15)
 CURVE_COLUMNS = {
     "matmul": (SIZE, SIZE, SIZE, TERA),
     "attention": (SIZE, SIZE, TERA),

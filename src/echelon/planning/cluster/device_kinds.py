@@ -13,6 +13,8 @@ GEMM_DTYPES = ("fp4", "fp8", "bf16", "fp16", "fp32")
 FULL_POWER = {"ampere": 1.28, "hopper": 0.707, "blackwell": 0.56}
 """watts for each TFLOP/s of the bf16 peak, of the devices of a generation with the most (A100, H100, GB300): efficiency
 is that of theirs"""
+DEFAULT_GENERATION = "npu"
+"""of a device that planning does not know: of the share of its peak that accelerators other than NVIDIA's reach"""
 POWER_EXPONENT = 1 / 2
 """of the power limit in the clock that a device holds: near its lowest voltage, power grows with the square of it"""
 

@@ -49,6 +49,7 @@ def saved_tensor_bytes(scenario: Scenario, layer: LayerShape, form: str = "none"
         return saved_output_elements(scenario, layer) * scenario.tokens * scenario.element_bytes
     layout, sp_degree = scenario.layout, scenario.sp_degree
     elements = layer.saved_elements / sp_degree + layer.saved_elements_tp / layout.tp
+    elements *= layer.gathered_factor(layer.gathered_saved, layout.cp)
     if program_memory(scenario, FITTED_CONSTANTS).saves_activation_factor:
         elements += activation_factor_elements(layer) / layout.tp
     # Every etp rank has all tokens of its experts, and a part of what is inside them.

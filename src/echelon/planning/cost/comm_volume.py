@@ -5,6 +5,7 @@ cp_traffic.py counts those of context parallelism, expert_traffic.py those of ex
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
@@ -13,6 +14,7 @@ from echelon.layout.collective import Collective
 from echelon.parallel.dp import cost as dp_cost
 from echelon.parallel.tp import cost as tp_cost
 from echelon.parallel.tp_grid import cost as tp_grid_cost
+from echelon.planning.calibrate.programs import BUCKETED, bucket_numel
 from echelon.planning.cluster.link_time import collective_bytes
 from echelon.planning.cost.activation_memory import partitions_inputs
 from echelon.planning.cost.param_group_traffic import EXPERT_GROUP, gathered_numel, group_policy, param_groups
@@ -85,6 +87,8 @@ class DpVolume:
     reduced: float = 0.0
     """of gradients"""
     num_collectives: float = 0.0
+    numel: float = 0.0
+    """parameters that are reduced"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,12 +117,13 @@ def dp_volumes(scenario: Scenario) -> DpVolumes:
             # A layer that memory.buffer splits is gathered module by module for recomputation, and once more after it.
             recomputed={group.name} if is_split else (),
         )
-        of_experts = group.name == EXPERT_GROUP
+        of_experts = group.module == EXPERT_GROUP
         shards, replicas = (
             volumes.expert_shards if of_experts else volumes.shards,
             (volumes.expert_replicas if of_experts else volumes.replicas),
         )
-        shards.ranks, replicas.ranks = group.num_shards, policy.num_replicas
+        if group.trainable or group.num_shards > 1:
+            shards.ranks, replicas.ranks = group.num_shards, policy.num_replicas
         for item in collectives:
             volume = replicas if item.op == "all_reduce" else shards
             sent = n * collective_bytes(item, volume.ranks)
@@ -127,4 +132,14 @@ def dp_volumes(scenario: Scenario) -> DpVolumes:
                 volume.gathered += sent
             else:
                 volume.reduced += sent
+                volume.numel += n * item.bytes / scenario.reduce_bytes
+    if scenario.program in BUCKETED and not scenario.sharding_policy.reduce_scatter_every_microbatch:
+        for volume in (volumes.shards, volumes.replicas, volumes.expert_shards, volumes.expert_replicas):
+            _fill_buckets(volume)
     return volumes
+
+
+def _fill_buckets(volume: DpVolume) -> None:
+    """Count a reduction and, of sharded parameters, a gather of each bucket."""
+    buckets = math.ceil(volume.numel / bucket_numel(volume.ranks))
+    volume.num_collectives = buckets * (2 if volume.gathered else 1)

@@ -9,7 +9,7 @@ from echelon.memory.offload.cost import OffloadTraffic, offload_traffic
 from echelon.optim import offload_support
 from echelon.parallel.tp import cost as tp_cost
 from echelon.pipeline.schedules.bubble_time import INTERLEAVED
-from echelon.planning.calibrate.programs import PROGRAMS, UNBALANCED_CP
+from echelon.planning.calibrate.programs import COMPILED_LOSSES, PROGRAMS, UNBALANCED_CP
 from echelon.planning.cluster.cluster import HOST_DEVICES
 from echelon.planning.cluster.link_time import intra_node_latency
 from echelon.planning.cost import step_work
@@ -21,8 +21,8 @@ from echelon.planning.cost.memory_model import offloaded_share
 from echelon.planning.cost.optimizer_update import optimizer_state_bytes, update_work
 from echelon.planning.cost.param_group_traffic import param_groups, weight_traffic
 from echelon.planning.cost.recompute_cost import compression_traffic, microbatch_saved_bytes, recompute_shares
-from echelon.planning.model.model_shape import COLUMN_PARALLEL, ROUTER, ROW_PARALLEL, MatmulShape
-from echelon.planning.scenario import ATTENTION_KERNELS, NUM_MOMENTS, Scenario
+from echelon.planning.model.model_shape import COLUMN_PARALLEL, ROUTER, ROW_PARALLEL, LayerShape, MatmulShape
+from echelon.planning.scenario import ATTENTION_KERNELS, NUM_MOMENTS, Scenario, lora_numel
 
 GEMM_TILE = 64
 """elements; GEMMs are fast if it divides their dimensions"""
@@ -32,9 +32,10 @@ LOAD_ELEMENTS, UNLOADABLE_COST = 8, 7.0
 """elements of 16 bits that a tensor core's operands are loaded by, and the cost of a GEMM with a dimension that they do
 not divide, in that of one off the tile: on an H200 the three GEMMs of a head of 50,257 take 5.7 times as long as of
 50,304. Other programs pad their vocabulary"""
-LOGIT_TRAFFIC, FUSED_LOGIT_TRAFFIC, CUSTOM_LOGIT_TRAFFIC = 8.0, 2.0, 13.0
-"""bytes moved per logit, in forward and for each gradient: by other programs; by the fused loss kernel, which reads
-twice and writes once in all; by a user's loss in float32, whose operators are one kernel each"""
+LOGIT_TRAFFIC, COMPILED_LOGIT_TRAFFIC, FUSED_LOGIT_TRAFFIC, CUSTOM_LOGIT_TRAFFIC = 8.0, 8 / 3, 2.0, 13.0
+"""bytes moved per logit, in forward and for each gradient: by other programs; by a compiled loss, which reads for the
+largest, for the sum and in backward, and writes once; by the fused loss kernel, which reads twice and writes once in
+all; by a user's loss in float32, whose operators are one kernel each"""
 
 
 def count_work(scenario: Scenario, *, include_per_step: bool = True) -> step_work.StepWork:
@@ -59,20 +60,19 @@ def _microbatch_work(scenario: Scenario) -> step_work.MicrobatchWork:
     flops = 2.0 * tokens * shape.width * vocab
     # A traced module may have no head.
     edge_flops = 2.0 * (shape.width * vocab + tokens * vocab + tokens * shape.width) if flops else 0.0
-    fused_loss, runs_operators = scenario.has_kernels and tp == 1, scenario.runs_operators
-    logit_traffic = CUSTOM_LOGIT_TRAFFIC if runs_operators else FUSED_LOGIT_TRAFFIC if fused_loss else LOGIT_TRAFFIC
     return step_work.MicrobatchWork(
         device=_device_rates(scenario),
-        program=PROGRAMS.index("plain" if runs_operators else scenario.program),
+        program=PROGRAMS.index("plain" if scenario.runs_operators else scenario.program),
         num_layers=shape.num_layers,
         num_moe_layers=shape.num_moe_layers,
         dense_gemms=dense_gemms,
+        is_trained=0.0 if scenario.lora_rank else 1.0,
         expert_gemms=expert_gemms,
         router_flops=router_flops,
         head_gemm=step_work.GemmWork(
             flops=flops, edge_flops=edge_flops, misaligned_flops=_unloadable_flops(scenario, flops, shape.width, vocab)
         ),
-        loss_bytes=tokens * vocab * logit_traffic,
+        loss_bytes=tokens * vocab * _logit_traffic(scenario),
         attention=_attention_work(scenario),
         elementwise=elementwise_traffic(scenario),
         compression_bytes=compression_traffic(scenario),
@@ -81,6 +81,15 @@ def _microbatch_work(scenario: Scenario) -> step_work.MicrobatchWork:
         cp=cp_traffic(scenario),
         recompute=recompute_shares(scenario),
     )
+
+
+def _logit_traffic(scenario: Scenario) -> float:
+    """Bytes per logit of the loss and of each gradient."""
+    if scenario.runs_operators:
+        return CUSTOM_LOGIT_TRAFFIC
+    if scenario.has_kernels and scenario.layout.tp == 1:
+        return FUSED_LOGIT_TRAFFIC
+    return COMPILED_LOGIT_TRAFFIC if scenario.program in COMPILED_LOSSES else LOGIT_TRAFFIC
 
 
 def _device_rates(scenario: Scenario) -> step_work.DeviceRates:
@@ -109,7 +118,15 @@ def _layer_gemms(scenario: Scenario) -> tuple[step_work.GemmWork, step_work.Gemm
                 router_flops += n * float(_dense_gemm(matmul, scenario).flops) / scenario.sp_degree
             else:
                 dense = dense.plus(n, _dense_gemm(matmul, scenario))
+        if scenario.lora_rank:
+            dense = dense.plus(n, _adapter_gemms(layer, scenario))
     return dense, experts, router_flops
+
+
+def _adapter_gemms(layer: LayerShape, scenario: Scenario) -> step_work.GemmWork:
+    """Count the GEMMs of a layer's adapters. They run three times, and the frozen ones beside them twice."""
+    flops = 1.5 * 2.0 * scenario.tokens * lora_numel(layer, scenario.lora_rank) / scenario.layout.tp
+    return step_work.GemmWork(flops=flops, edge_flops=flops / scenario.lora_rank)
 
 
 def _expert_gemm(matmul: MatmulShape, scenario: Scenario) -> step_work.GemmWork:
@@ -124,6 +141,8 @@ def _expert_gemm(matmul: MatmulShape, scenario: Scenario) -> step_work.GemmWork:
 
 def _dense_gemm(matmul: MatmulShape, scenario: Scenario) -> step_work.GemmWork:
     layout, tokens = scenario.layout, scenario.tokens
+    if matmul.is_gathered:
+        tokens *= layout.cp
     if layout.tp_kind == "1d":
         k, n = _split_dims(matmul, layout.tp)
         flops = 2.0 * tokens * k * n
@@ -157,8 +176,9 @@ def _attention_work(scenario: Scenario) -> step_work.AttentionWork:
     head_dim = 0
     for layer, n in scenario.shape.layers:
         if layer.attention is not None:
-            flops += n * computed_attention(scenario, layer.attention).flops(seq_len) * tokens / tp
-            scores += n * layer.attention.heads / tp * tokens * seq_len
+            computed = tokens * (scenario.layout.cp if layer.gathered_modules else 1)
+            flops += n * computed_attention(scenario, layer.attention).flops(seq_len) * computed / tp
+            scores += n * layer.attention.heads / tp * computed * seq_len
             head_dim = max(head_dim, layer.attention.head_dim)
     kernel = scenario.attention_kernel
     if scenario.materializes_scores and kernel == "best":
@@ -187,7 +207,7 @@ def _tp_traffic(scenario: Scenario) -> step_work.TpTraffic:
 def _step_work(scenario: Scenario, microbatch: step_work.MicrobatchWork, include_per_step: bool) -> step_work.StepWork:
     offloaded, update = OffloadTraffic(), step_work.UpdateWork()
     if include_per_step:
-        num_params = sum(group.shard_numel * n for group, n in param_groups(scenario, 0))
+        num_params = sum(group.shard_numel * n for group, n in param_groups(scenario, 0) if group.trainable)
         if scenario.layout.offload != "none":
             offloaded = _offload_traffic(scenario, num_params)
         update = update_work(scenario, num_params - offloaded.host_updated_params)

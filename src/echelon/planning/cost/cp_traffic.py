@@ -37,9 +37,17 @@ FP32_BYTES = 4
 
 def cp_traffic(scenario: Scenario) -> CpTraffic:
     """Count the cp transfers of one microbatch through all layers, on one rank."""
-    layout, attention, num_layers = scenario.layout, scenario.shape.attention, scenario.shape.num_layers
-    if layout.cp == 1 or attention is None:
+    layout, shape = scenario.layout, scenario.shape
+    attention, num_layers = shape.attention, shape.num_layers - shape.num_gathered_layers
+    if layout.cp == 1:
         return CpTraffic()
+    gathered = [_link_bytes(scenario, item) for item in gathered_collectives(scenario)]
+    if attention is None or not num_layers:
+        return CpTraffic(
+            intra_node_bytes=sum(intra_node for intra_node, _ in gathered),
+            inter_node_bytes=sum(inter_node for _, inter_node in gathered),
+            num_collectives=sum(item.count for item in gathered_collectives(scenario)),
+        )
     collectives = cp_collectives(scenario, attention)
     # A rank sends gradients of all keys that it attended to, or of half: in every step some rank sends those of all.
     sends = {"keys and values": 0.0, "their gradients": 0.0}
@@ -47,7 +55,8 @@ def cp_traffic(scenario: Scenario) -> CpTraffic:
         if item.op == "send":
             sends[item.purpose] = max(sends[item.purpose], float(item.bytes * num_layers))
     others = [item for item in collectives if item.op != "send"]
-    links = [_link_bytes(scenario, item) for item in others]
+    links = [*gathered, *(_link_bytes(scenario, item) for item in others)]
+    others += gathered_collectives(scenario)
     forward, backward = _memory_traffic(scenario, attention)
     token_layers = _attention_tokens(scenario) * num_layers
     return CpTraffic(
@@ -70,9 +79,23 @@ def cp_collectives(scenario: Scenario, attention: AttentionShape) -> list[Collec
         cp_cost.collectives(
             replace(scenario.layout, accumulate=1),
             attention_widths(scenario, attention),
-            layers=scenario.shape.num_layers,
+            layers=scenario.shape.num_layers - scenario.shape.num_gathered_layers,
             batch=-(-scenario.layout.microbatch // _grid_batch_split(scenario)),
             seq_len=scenario.seq_len,
+            element_bytes=scenario.element_bytes,
+        )
+    )
+
+
+def gathered_collectives(scenario: Scenario) -> list[Collective]:
+    """List the collectives of one microbatch for modules that get full sequences."""
+    return list(
+        cp_cost.gathered_collectives(
+            replace(scenario.layout, accumulate=1),
+            modules=scenario.shape.num_gathered_modules,
+            batch=scenario.layout.microbatch,
+            seq_len=scenario.seq_len,
+            width=scenario.shape.width,
             element_bytes=scenario.element_bytes,
         )
     )
@@ -81,10 +104,9 @@ def cp_collectives(scenario: Scenario, attention: AttentionShape) -> list[Collec
 def cp_bytes_per_token(scenario: Scenario) -> float:
     """Bytes that a rank sends per token and layer, in forward and backward."""
     attention = scenario.shape.attention
-    if attention is None:
-        return 0.0
     token_layers = _attention_tokens(scenario) * scenario.shape.num_layers
-    collectives = cp_collectives(scenario, attention)
+    collectives = gathered_collectives(scenario)
+    collectives += cp_collectives(scenario, attention) if attention is not None else []
     return sum(collective_bytes(item, _group_size(scenario, item)) for item in collectives) / token_layers
 
 

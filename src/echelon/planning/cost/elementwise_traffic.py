@@ -26,11 +26,14 @@ def elementwise_traffic(scenario: Scenario, *, recompute_ops: bool | None = None
 
 def _assumed_traffic(scenario: Scenario) -> ElementwiseTraffic:
     """Traffic of other programs, by what the model's shape assumes."""
-    layers, tokens, tp = scenario.shape.layers, scenario.tokens, scenario.layout.tp
+    tokens, tp, cp = scenario.tokens, scenario.layout.tp, scenario.layout.cp
+    layers = [
+        (layer, n, tokens * layer.gathered_factor(layer.gathered_moved, cp)) for layer, n in scenario.shape.layers
+    ]
     load = scenario.expert_load
-    norms = sum(n * tokens * layer.moved_elements / scenario.sp_degree for layer, n in layers)
-    experts = sum(n * tokens * load * layer.moved_elements_experts for layer, n in layers) / tp
-    dense = sum(n * tokens * layer.moved_elements_tp for layer, n in layers) / tp
+    norms = sum(n * moved * layer.moved_elements / scenario.sp_degree for layer, n, moved in layers)
+    experts = sum(n * tokens * load * layer.moved_elements_experts for layer, n, _ in layers) / tp
+    dense = sum(n * moved * layer.moved_elements_tp for layer, n, moved in layers) / tp
     kernels = CAST_KERNELS if scenario.program in UNFUSED_CASTS else 1.0
     return ElementwiseTraffic(
         norms=norms,

@@ -29,6 +29,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from echelon.layout.placement import ParamGroupSpec
 from echelon.memory.offload import cost as offload_cost
 from echelon.memory.offload.cost import offloads_optimizer, resident_bytes
 from echelon.pipeline.schedules import weight_versions
@@ -127,7 +128,8 @@ def _host_bytes(scenario: Scenario, stage: int, optimizer_bytes: float) -> float
         return 0.0
     with_params = offload_cost.offloads_params(offload)
     late = with_params or scenario.sharding_policy.accumulates_grads
-    numel = sum(n * group.shard_numel for group, n in groups)
+    numel = sum(n * group.shard_numel for group, n in groups if group.trainable)
+    groups = [(group, n) for group, n in groups if group.trainable or with_params]
     total = 0.0
     for group, n in groups:
         off_device = offload_cost.off_device_bytes(
@@ -146,7 +148,7 @@ def _host_bytes(scenario: Scenario, stage: int, optimizer_bytes: float) -> float
 def _peak_after_offload(
     scenario: Scenario, stage: int, candidates: Sequence[ByCategory], share: float
 ) -> dict[str, int]:
-    sizes = {group.name: n * group.shard_numel for group, n in param_groups(scenario, stage)}
+    sizes = {group.module: n * group.shard_numel for group, n in param_groups(scenario, stage) if group.trainable}
     outside_share = sizes.get(OUTSIDE_GROUP, 0) / max(1, sum(sizes.values()))
     if paged := paged_group_bytes(scenario, stage):
         # The update comes after backward: no activations, but pages of states (optim/paged_optimizer.py).
@@ -199,6 +201,9 @@ def _transient_bytes(scenario: Scenario, stage: int, gradients: float, c: Consta
         yield {"gradients": gradients, "activations": activations, "logits": logits, "working": beyond}
         return
     yield {"gradients": gradients if resident else 0, "activations": activations, "logits": logits}
+    if scenario.lora_rank:  # gradients are small, and their order in time with them
+        yield {"gradients": gradients, "activations": activations, "working": working}
+        return
     head_and_last_layer = shape.head_parameters / layout.tp + dense_parameters(shape.layers[-1][0], layout)
     first = gradients if resident else min(gradients, head_and_last_layer * scenario.gradient_bytes)
     yield {"gradients": first, "activations": activations, "working": working}
@@ -258,14 +263,21 @@ def _comm_buffer_bytes(scenario: Scenario, stage: int) -> float:
     policy = scenario.sharding_policy
     if not policy.reduce_scatter_every_microbatch:
         return 0.0
-    groups = [(group.name, n, group.num_shards * group.shard_numel) for group, n in param_groups(scenario, stage)]
-    outside = sum(numel for name, _, numel in groups if name == OUTSIDE_GROUP)
-    largest_layer = max(gathered_numel(scenario, numel) for name, _, numel in groups if name != OUTSIDE_GROUP)
-    params = gradients = float(outside + 2 * largest_layer)
+    groups = [(group, n, group.num_shards * group.shard_numel) for group, n in param_groups(scenario, stage)]
+
+    def in_use(some: Sequence[tuple[ParamGroupSpec, float, int]]) -> float:
+        outside = sum(numel for group, _, numel in some if group.module == OUTSIDE_GROUP)
+        layers = [gathered_numel(scenario, numel) for group, _, numel in some if group.module != OUTSIDE_GROUP]
+        return float(outside + 2 * max(layers))
+
+    outside = sum(numel for group, _, numel in groups if group.module == OUTSIDE_GROUP)
+    trained = [item for item in groups if item[0].trainable]
+    gathered = groups if policy.reshards_params else trained
+    params, gradients = in_use(gathered), in_use(trained)
     if not scenario.is_own and program_memory(scenario, FITTED_CONSTANTS).gathers_single_gemms:
         params = gradients = 2.0 * max(_largest_gemm(scenario), outside / 2)
     if scenario.layout.pp > 1:
-        gradients = min(2, scenario.layout.accumulate) * sum(n * numel for _, n, numel in groups)
+        gradients = min(2, scenario.layout.accumulate) * sum(n * numel for _, n, numel in trained)
     return gradients * scenario.reduce_bytes + (params * scenario.element_bytes if policy.reshards_params else 0)
 
 

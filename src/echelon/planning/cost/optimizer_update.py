@@ -19,7 +19,7 @@ from echelon.optim.update_rule import UpdateRule
 from echelon.parallel.tp import cost as tp_cost
 from echelon.planning.cost.param_group_traffic import OUTSIDE_GROUP, param_groups
 from echelon.planning.cost.step_work import UpdateWork
-from echelon.planning.model.model_shape import LayerShape
+from echelon.planning.model.model_shape import COLUMN_PARALLEL, ROUTER, ROW_PARALLEL, LayerShape
 from echelon.planning.scenario import NUM_MOMENTS, Scenario
 
 MAX_PAGED_LAYERS = 4096
@@ -73,10 +73,14 @@ def _factored_bytes(rule: UpdateRule, matrix: ParamMatrix) -> float:
 
 
 def param_matrices(scenario: Scenario, stage: int) -> Iterator[ParamMatrix]:
-    """Yield the parameters of a rank, by shape."""
+    """Yield the trained parameters of a rank, by shape."""
     layout, shape = scenario.layout, scenario.shape
     shards, width = scenario.sharding_policy.num_shards, shape.width
     ranks = tp_cost.num_weight_shards(layout)
+    if scenario.lora_rank:
+        for layer, n in shape.layers:
+            yield from _adapter_matrices(scenario, layer, n * scenario.max_layer_share)
+        return
     for layer, n in shape.layers:
         yield from _layer_matrices(scenario, layer, n * scenario.max_layer_share)
     if stage == 0:
@@ -87,6 +91,18 @@ def param_matrices(scenario: Scenario, stage: int) -> Iterator[ParamMatrix]:
         yield ParamMatrix("norm", (width,), shape.other_parameters / width, ranks, shards)
         if not (shape.tied and layout.pp == 1):
             yield ParamMatrix("head.weight", (shape.vocab, width), 1, ranks, shards)
+
+
+def _adapter_matrices(scenario: Scenario, layer: LayerShape, count: float) -> Iterator[ParamMatrix]:
+    """The two factors of each adapter: tp divides B of a column-parallel linear, A of a row-parallel one."""
+    rank, tp, shards = scenario.lora_rank, scenario.layout.tp, scenario.sharding_policy.num_shards
+    for gemm in layer.matmuls:
+        if gemm.experts or gemm.name == ROUTER:
+            continue
+        for outputs in gemm.fused_outputs or (gemm.outputs,):
+            split_a, split_b = gemm.split == ROW_PARALLEL, gemm.split == COLUMN_PARALLEL
+            yield ParamMatrix("lora.A", (rank, gemm.inputs), count, tp if split_a else 1, shards)
+            yield ParamMatrix("lora.B", (outputs, rank), count, tp if split_b else 1, shards)
 
 
 def _layer_matrices(scenario: Scenario, layer: LayerShape, count: float) -> Iterator[ParamMatrix]:
@@ -113,7 +129,8 @@ def updates_in_backward(scenario: Scenario) -> bool:
 
 def live_gradient_bytes(scenario: Scenario) -> int:
     """Bytes of gradients at once under an update in backward: of two layers, the embedding and the head."""
-    numels = [(group.num_shards * group.shard_numel, group.name) for group, _ in param_groups(scenario, 0)]
+    groups = [group for group, _ in param_groups(scenario, 0) if group.trainable]
+    numels = [(group.num_shards * group.shard_numel, group.module) for group in groups]
     largest_layer = max(numel for numel, name in numels if name != OUTSIDE_GROUP)
     outside = sum(numel for numel, name in numels if name == OUTSIDE_GROUP)
     return scenario.gradient_bytes * (2 * largest_layer + outside)
@@ -127,7 +144,8 @@ def paged_group_bytes(scenario: Scenario, stage: int) -> list[int]:
     rule = scenario.optimizer
     if rule is None or not (offloads_optimizer(scenario.layout.offload) and offload_support.updates_on_device(rule)):
         return []
-    groups = sorted(param_groups(scenario, stage), key=lambda item: item[0].name != OUTSIDE_GROUP)
+    trainable = [(group, n) for group, n in param_groups(scenario, stage) if group.trainable]
+    groups = sorted(trainable, key=lambda item: item[0].module != OUTSIDE_GROUP)
     numel = sum(n * group.shard_numel for group, n in groups)
     per_element = scenario.master_bytes + optimizer_state_bytes(scenario, rule, stage) / max(1.0, numel)
     return [

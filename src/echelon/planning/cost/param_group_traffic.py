@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 
 from echelon.layout import Layout
-from echelon.layout.placement import LogicalParam, ParamGroupSpec
+from echelon.layout.placement import FROZEN_SUFFIX, LogicalParam, ParamGroupSpec
 from echelon.parallel.dp import cost as dp_cost
 from echelon.parallel.dp.zero import ShardingPolicy, expert_sharding_policy, sharding_policy
 from echelon.parallel.tp import cost as tp_cost
 from echelon.planning.model.layer_counts import EXPERT_GRAD_COPY_BYTES, FP8_CAST_BYTES, GRAD_ACCUMULATE_BYTES
 from echelon.planning.model.model_shape import LayerShape
-from echelon.planning.scenario import NUM_MOMENTS, Scenario
+from echelon.planning.scenario import NUM_MOMENTS, Scenario, lora_numel
 
 EXPERT_GROUP = "experts"
 """the group of an MoE layer's experts"""
@@ -23,7 +25,32 @@ def param_groups(scenario: Scenario, stage: int) -> list[tuple[ParamGroupSpec, f
     """List a rank's parameter groups, one for each kind of layer and one outside them, with the count of each.
 
     All stages count the fullest one's share of every kind of layer. The first has the embedding, the last the head.
+    With LoRA these groups are frozen, and each layer has one of adapters.
     """
+    groups = _base_groups(scenario, stage)
+    if not scenario.lora_rank:
+        return groups
+    return [(frozen_group(scenario, group), n) for group, n in groups] + list(_adapter_groups(scenario))
+
+
+def _adapter_groups(scenario: Scenario) -> Iterator[tuple[ParamGroupSpec, float]]:
+    """The adapters of each kind of layer: tp divides one of the two factors."""
+    layout = scenario.layout
+    for layer, n in scenario.shape.layers:
+        numel = math.ceil(lora_numel(layer, scenario.lora_rank) * (1 + 1 / layout.tp) / 2)
+        yield param_group(layer.name, numel, sharding_policy(layout).num_shards), n * scenario.max_layer_share
+
+
+def frozen_group(scenario: Scenario, group: ParamGroupSpec) -> ParamGroupSpec:
+    """A group whose parameters are not trained."""
+    (param,) = group.params
+    shards = group.num_shards if scenario.layout.zero == 3 else 1
+    frozen = replace(param, trainable=False)
+    return ParamGroupSpec(name=group.name + FROZEN_SUFFIX, params=(frozen,), num_shards=shards)
+
+
+def _base_groups(scenario: Scenario, stage: int) -> list[tuple[ParamGroupSpec, float]]:
+    """The groups of the model's own weights."""
     layout, shape = scenario.layout, scenario.shape
     num_shards = sharding_policy(layout).num_shards
     groups: list[tuple[ParamGroupSpec, float]] = []
@@ -79,7 +106,7 @@ def data_parallel_ranks(scenario: Scenario, group: str) -> int:
 def group_policy(scenario: Scenario, group: ParamGroupSpec) -> ShardingPolicy:
     """Policy of a group: experts have other copies than the rest, and where they have one it is never resharded."""
     dense = scenario.sharding_policy
-    return expert_sharding_policy(scenario.layout, dense) if group.name == EXPERT_GROUP else dense
+    return expert_sharding_policy(scenario.layout, dense) if group.module == EXPERT_GROUP else dense
 
 
 def group_state_bytes(
@@ -108,6 +135,8 @@ def weight_traffic(scenario: Scenario) -> float:
         return 0.0
     layout, layers = scenario.layout, scenario.shape.layers
     accumulate = GRAD_ACCUMULATE_BYTES if scenario.gradient_bytes > scenario.element_bytes else 0.0
+    if scenario.lora_rank:
+        return 0.0  # no gradients of the weights; their fp8 casts are of no weight beside the GEMMs
     cast = FP8_CAST_BYTES / layout.accumulate if scenario.is_low_precision else 0.0
     dense = sum(n * dense_parameters(layer, layout) for layer, n in layers)
     experts = sum(n * layer.expert_parameters for layer, n in layers) / (layout.ep * layout.etp)

@@ -60,6 +60,8 @@ class MicrobatchTime:
 
     gemms: Number
     expert_gemms: Number
+    is_trained: Number
+    """0 where weights are frozen, and have no gradients"""
     attention: Number
     attention_backward_ratio: Number
     elementwise: Number
@@ -86,13 +88,20 @@ class MicrobatchTime:
     def backward_device(self) -> Number:
         attention = self.attention_backward_ratio * self.attention
         elementwise = self.elementwise_backward_ratio * self.elementwise
-        return GEMM_BACKWARD_RATIO * self.weight_grad + attention + elementwise + self.weight_traffic
+        input_grad = (GEMM_BACKWARD_RATIO - 1) * (self.gemms + self.expert_gemms)
+        return input_grad + self.weight_grad + attention + elementwise + self.weight_traffic
 
     @property
     def launch_waits(self) -> tuple[Number, Number]:
         """Seconds that the device waits for the host, in forward and in backward, which it launches during the head."""
         launches = self.kernel_launches
-        return exposed_time(launches, self.forward_device), exposed_time(launches, self.backward_device + 3 * self.head)
+        in_backward = self.backward_device + self.all_head
+        return exposed_time(launches, self.forward_device), exposed_time(launches, in_backward)
+
+    @property
+    def all_head(self) -> Number:
+        """The head's forward and backward."""
+        return (GEMM_BACKWARD_RATIO + self.is_trained) * self.head
 
     @property
     def forward(self) -> Number:
@@ -101,7 +110,7 @@ class MicrobatchTime:
     @property
     def weight_grad(self) -> Number:
         """Part of backward."""
-        return self.gemms + self.expert_gemms
+        return self.is_trained * (self.gemms + self.expert_gemms)
 
     @property
     def backward(self) -> Number:
@@ -125,6 +134,7 @@ def microbatch_time(work: StepWork, c: Constants = FITTED_CONSTANTS) -> Microbat
     return MicrobatchTime(
         gemms=gemms,
         expert_gemms=_gemm_time(m.expert_gemms, c.expert_edge, rates.gemm_flops, c),
+        is_trained=m.is_trained,
         attention=attention,
         attention_backward_ratio=attention_backward,
         elementwise=_elementwise_time(m, rates, c) * profile.traffic,
@@ -159,7 +169,7 @@ def _attention_time(work: MicrobatchWork, rates: ReachedRates, c: Constants, pro
     flash_share = np.select(
         [attention.kernel == FLASH1, attention.kernel == FLASH2],
         [c.flash1, c.flash2 * np.where(np.isin(device.generation, (HOPPER, BLACKWELL)), OLD_MMA_SPEED, 1.0)],
-        c.best_attention,
+        np.where(device.generation == BLACKWELL, c.blackwell_attention, c.best_attention),
     ) * np.where(attention.wide_heads > 0, 1.0, NARROW_HEAD_SPEED)
     per_score = np.where(attention.kernel == PLAIN_ATTENTION, c.plain_score_bytes, c.fused_score_bytes)
     flash = attention.flops / (device.peak_flops_16bit * flash_share * profile.speed)
@@ -241,17 +251,17 @@ def step_times(work: StepWork, c: Constants = FITTED_CONSTANTS) -> StepTimes:
     pp, num_microbatches = pipeline.pp, pipeline.num_microbatches
     recompute = recompute_time(work, m)
     layers = m.forward + m.backward + recompute + m.tp + m.ep + m.cp
-    slowest = _slowest_rank_time(work, layers, 3 * m.head)
+    slowest = _slowest_rank_time(work, layers, m.all_head)
     bubble = _bubble_time(work, m, layers / pp)
     p2p = num_microbatches * 2 * pipeline.vpp * m.pp * c.pp_exposed + 2 * (pp - 1) * m.pp
     busy = num_microbatches * slowest + bubble + p2p
     share = num_microbatches / pp
     causes = {
-        "products": 3 * (m.gemms + m.expert_gemms) * share,
+        "products": (GEMM_BACKWARD_RATIO + m.is_trained) * (m.gemms + m.expert_gemms) * share,
         "attention": (1 + m.attention_backward_ratio) * m.attention * share,
         "passing": ((1 + m.elementwise_backward_ratio) * m.elementwise + m.weight_traffic) * share,
         "launches": sum(m.launch_waits) * share,
-        "head": _head_time(work, 3 * m.head) * num_microbatches,
+        "head": _head_time(work, m.all_head) * num_microbatches,
         "recompute": recompute * share,
         "tp": m.tp * share,
         "ep": m.ep * share,

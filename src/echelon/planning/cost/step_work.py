@@ -173,6 +173,8 @@ class MicrobatchWork:
     """index into PROGRAMS"""
     num_layers: Number
     num_moe_layers: Number
+    is_trained: Number
+    """0 where weights are frozen: their GEMMs run twice and not three times"""
     dense_gemms: GemmWork
     router_flops: Number
     """of routers in float32, where Echelon's kernels run"""

@@ -28,6 +28,12 @@ EQUAL_WITHIN = 0.005
 
 def kind_reasons(request: PlanRequest, plan: Plan, c: Constants = FITTED_CONSTANTS) -> Iterator[str]:
     layout = plan.layout
+    shape = plan.scenario.shape
+    if layout.cp > 1 and shape.num_gathered_modules:
+        yield (
+            f"cp={layout.cp} leaves {shape.num_gathered_modules} modules of {shape.num_gathered_layers} layers whole: "
+            "every rank computes them for full sequences, which are gathered."
+        )
     if layout.cp > 1:
         yield f"cp={layout.cp} as {_cp_name(layout)} sends {_cp_traffic(plan.scenario, c)}."
         legal = cp_kinds(_without_fixed(request, "cp_kind", "ulysses"), layout.tp, layout.cp)

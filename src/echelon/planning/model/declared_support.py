@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from echelon.layout import Layout
-from echelon.models.pipeline_model import get_pipeline_model
+from echelon.models.pipeline_model import get_pipeline_model, has_pipeline_model
 from echelon.models.tp_splits import get_tp_split
 from echelon.parallel.tp.tensor_parallel import match_roles
 from echelon.planning.model.layout_support import ModelSupport
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from echelon.models.foreign.causal_lm import ForeignCausalLM
+    from echelon.parallel.cp.sequence_plan import SequencePlan
 
 SPLIT_OF_ROLE = {"column": COLUMN_PARALLEL, "row": ROW_PARALLEL}
 
@@ -46,12 +47,17 @@ class DeclaredSupport:
     support: ModelSupport
     splits: Mapping[str, str]
     """modules whose weights tp splits: by columns or by rows"""
+    gathered: tuple[str, ...]
+    """modules that get full sequences under context parallelism"""
     is_trainable: bool
     """it draws random masks only in ways that do not depend on the layout"""
 
 
-def read_support(module: nn.Module) -> DeclaredSupport:
-    """Return what a module on the meta device declares. Its dropouts are those of a run (traced_dropout.py)."""
+def read_support(module: nn.Module, solved: TpDeclaration | None = None) -> DeclaredSupport:
+    """Return what a module on the meta device declares. Its dropouts are those of a run (traced_dropout.py).
+
+    `solved` is what the solver finds for a module that declares no splits, or no stages.
+    """
     from echelon.memory.checkpointing.checkpoint_policy import recomputing_modules
     from echelon.models.attention import CoreAttention
     from echelon.models.foreign.causal_lm import ForeignCausalLM
@@ -60,26 +66,33 @@ def read_support(module: nn.Module) -> DeclaredSupport:
 
     modules = list(module.modules())
     has_core = any(isinstance(child, CoreAttention) for child in modules)
-    has_pipeline = hasattr(module, "pipeline_model")
+    has_pipeline = has_pipeline_model(module)
     foreign = module if isinstance(module, ForeignCausalLM) else None
     declared = _derived_tp(foreign) if foreign is not None else _declared_tp(module)
+    if solved is not None and not declared.splits:
+        declared = solved
+    sequences = _sequence_plan(foreign) if foreign is not None else None
+    runs_in_parts = foreign is None or not foreign.reads_embedding
     has_own_experts = any(isinstance(child, MoELayer) for child in modules)
     support = ModelSupport(
-        tp=bool(declared.splits) or foreign is not None,
+        tp=bool(declared.splits) or solved is not None or (foreign is not None and runs_in_parts),
         sp=declared.sp,
         grids=declared.grids,
         tp_divides=declared.divides,
         tp_shares=declared.shares,
-        cp=_foreign_cp(foreign) if foreign is not None else has_core and _takes_positions(module),
-        pp=has_pipeline,
+        cp=(not sequences.problem if sequences is not None else has_core and _takes_positions(module))
+        and runs_in_parts,
+        pp=solved is not None or (has_pipeline and runs_in_parts),
         slices=has_core and has_pipeline and get_pipeline_model(module).slice_shared is not None,
         ep=has_own_experts or _has_foreign_experts(module),
         etp=has_own_experts,
+        ep_needs_sp=foreign is None,
         core=has_core,
         own_recompute=any(True for _ in recomputing_modules(module)),
     )
     is_trainable = not unsupported_dropouts(module)
-    return DeclaredSupport(support=support, splits=declared.splits, is_trainable=is_trainable)
+    gathered = sequences.gathered if sequences is not None else ()
+    return DeclaredSupport(support=support, splits=declared.splits, gathered=gathered, is_trainable=is_trainable)
 
 
 # -- custom modules ---------------------------------------------------------------------------------------------------
@@ -112,6 +125,23 @@ def _declared_tp(module: nn.Module) -> TpDeclaration:
     )
 
 
+def solve_splits(module: nn.Module, inputs: Mapping[str, Any]) -> TpDeclaration | None:
+    """What the solver finds for two ranks; None where the module declares all, or cannot be traced."""
+    from echelon.models.traced.graph_model import make_traceable
+    from echelon.models.traced.graph_trace import UntraceableError, tracing_template
+    from echelon.models.traced.trace_on_demand import needs_graph
+    from echelon.parallel.auto_sharding.shard_graph import split_module
+
+    if not needs_graph(module, Layout(tp=2)) and not needs_graph(module, Layout(pp=2)):
+        return None
+    try:
+        with _one_thread():
+            split = split_module(make_traceable(tracing_template(module), inputs), 2)
+    except UntraceableError:
+        return None
+    return TpDeclaration(splits=split.gemm_splits(column=COLUMN_PARALLEL, row=ROW_PARALLEL), sp=True)
+
+
 def _takes_positions(module: nn.Module) -> bool:
     """Whether a module takes `positions`, as context parallelism requires."""
     parameters = inspect.signature(module.forward).parameters.values()
@@ -141,7 +171,7 @@ def _derived_tp(model: ForeignCausalLM) -> TpDeclaration:
     shares = (keys,) if keys else ()
     if queries and regions:
         divides.add(queries)
-    return TpDeclaration(splits=splits, sp=True, divides=tuple(sorted(divides)), shares=shares)
+    return TpDeclaration(splits=splits, sp=not model.layer_problem, divides=tuple(sorted(divides)), shares=shares)
 
 
 @contextmanager
@@ -157,10 +187,11 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _foreign_cp(model: ForeignCausalLM) -> bool:
-    from echelon.models.foreign.core_attention import find_core_problem
+def _sequence_plan(model: ForeignCausalLM) -> SequencePlan:
+    from echelon.parallel.cp.sequence_plan import plan_sequences
 
-    return not find_core_problem(model)
+    with _one_thread():
+        return plan_sequences(model)
 
 
 def _has_foreign_experts(module: nn.Module) -> bool:

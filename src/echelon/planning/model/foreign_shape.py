@@ -19,6 +19,7 @@ from echelon.models.foreign.causal_lm import adapt, build_on_meta
 from echelon.models.foreign.hf_source import HF_PREFIX, HFSource, quiet_transformers
 from echelon.models.foreign.init_rules import materialize_buffers
 from echelon.models.foreign.language_head import LogitMap
+from echelon.models.foreign.usual_values import UsualValues
 from echelon.models.forward_parts.shapes_only import copy_without_values
 from echelon.planning.model.model_shape import ChunkedLoss, ModelShape, default_seq_len
 from echelon.planning.model.trace_module import TRACED_SEQUENCES, describe_error, refuse_trace, trace_copy
@@ -71,7 +72,8 @@ def _trace(model: nn.Module, name: str, seq_len: int, precision: str) -> ModelSh
     except ValueError as error:  # its layers are not known
         raise ValidationError.single("model", name, f"cannot be planned: {describe_error(error)}") from error
     try:
-        shape = trace_copy(copied, {"tokens": tokens, "targets": tokens}, name)
+        with UsualValues(finds_indices=False):
+            shape = trace_copy(copied, {"tokens": tokens, "targets": tokens}, name)
     except Exception as error:
         raise refuse_trace(name, error) from error
     logits: LogitMap = copied.module.logit_map  # type: ignore[assignment]

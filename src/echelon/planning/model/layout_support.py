@@ -32,6 +32,8 @@ class ModelSupport:
     """its experts can be divided over ranks"""
     etp: bool = True
     """and each of them, and tokens can be sent in two hops"""
+    ep_needs_sp: bool = True
+    """tokens must be divided over tp where they are dispatched"""
     core: bool = True
     """recomputation knows the core of its attention"""
     own_recompute: bool = True
@@ -74,7 +76,7 @@ def _unsupported(name: str, support: ModelSupport, layout: Layout) -> Iterator[t
         yield "schedule", f"a pipeline cannot cut the sequences of {name}"
     if layout.ep > 1 and not support.ep:
         yield "ep", f"the experts of {name} cannot be divided over ep"
-    if layout.ep > 1 and layout.tp > 1 and not layout.sp:
+    if layout.ep > 1 and layout.tp > 1 and not layout.sp and support.ep_needs_sp:
         yield "sp", "ep > 1 requires tokens that are divided over tp by position (sp=1)"
     if layout.etp > 1 and not support.etp:
         yield "etp", f"an expert of {name} cannot be split itself"

@@ -47,6 +47,8 @@ class MatmulShape:
     """outputs of each fused parameter: q, k and v; gate and up. Empty: one parameter"""
     token_share: float = 1.0
     """tokens that pass it per token of the layer: top_k for the experts of a layer together"""
+    is_gathered: bool = False
+    """in a module that gets full sequences under context parallelism (parallel/cp/sequence_gather.py)"""
 
     @cached_property
     def parameters(self) -> int:
@@ -100,6 +102,12 @@ class LayerShape:
     """the same, split by tp"""
     moved_elements_experts: float = 0.0
     """the same in all experts of a token"""
+    gathered_modules: int = 0
+    """modules that get full sequences under context parallelism"""
+    gathered_saved: float = 0.0
+    """their share of the saved elements"""
+    gathered_moved: float = 0.0
+    """and of the moved ones"""
     other_flops: float = 0.0
     """forward FLOPs per token of traced GEMMs without weights that are not attention"""
     fused: LayerCounts | None = None
@@ -124,6 +132,10 @@ class LayerShape:
     def active_parameters(self) -> float:
         """Parameters that one token uses."""
         return sum(gemm.flops / 2 for gemm in self.matmuls) + self.other_parameters
+
+    def gathered_factor(self, share: float, cp: int) -> float:
+        """Elements on one of `cp` ranks, to those of its part of the sequence, if a share is of full sequences."""
+        return 1 + share * (cp - 1)
 
     @property
     def is_moe(self) -> bool:
@@ -203,6 +215,15 @@ class ModelShape:
     @cached_property
     def num_moe_layers(self) -> int:
         return sum(n for layer, n in self.layers if layer.is_moe)
+
+    @cached_property
+    def num_gathered_modules(self) -> int:
+        """Modules that get full sequences under context parallelism."""
+        return sum(n * layer.gathered_modules for layer, n in self.layers)
+
+    @cached_property
+    def num_gathered_layers(self) -> int:
+        return sum(n for layer, n in self.layers if layer.gathered_modules)
 
     @cached_property
     def attention(self) -> AttentionShape | None:

@@ -97,6 +97,9 @@ class SectionCounts:
     attention_calls: list[AttentionCall] = field(default_factory=list)
     saved_elements: float = 0.0
     saved_elements_tp: float = 0.0
+    gathered_saved: float = 0.0
+    """of the saved ones, those in modules that get full sequences under context parallelism"""
+    gathered_moved: float = 0.0
     shared_elements: float = 0.0
     """saved elements that another section computed: masks, RoPE angles"""
     moved_elements: float = 0.0
@@ -124,6 +127,8 @@ class OpCounter(torch_dispatch_mode()):  # type: ignore[misc]
         self._saved: set[int] = set()
         self._alive: list[torch.UntypedStorage] = []  # a freed storage could reuse its key
         self._paused = False
+        self.is_gathering = False
+        """a module runs that gets full sequences under context parallelism"""
         self.values = KnownValues()
 
     @property
@@ -211,6 +216,7 @@ class OpCounter(torch_dispatch_mode()):  # type: ignore[misc]
                 self.section_counts.moved_elements_tp += amount
             else:
                 self.section_counts.moved_elements += amount
+            self.section_counts.gathered_moved += amount * self.is_gathering
 
     def _record_matmul(self, a: Tensor, b: Tensor) -> str:
         """Count a GEMM, and return how tp splits its weight."""
@@ -258,7 +264,9 @@ class OpCounter(torch_dispatch_mode()):  # type: ignore[misc]
         amount = self._elements(tensor, tensor.untyped_storage().nbytes() // tensor.element_size())
         if self._section_of.get(key) != self._section:
             self.section_counts.shared_elements += amount
-        elif key in self._tp_split:
+            return
+        self.section_counts.gathered_saved += amount * self.is_gathering
+        if key in self._tp_split:
             self.section_counts.saved_elements_tp += amount
         else:
             self.section_counts.saved_elements += amount

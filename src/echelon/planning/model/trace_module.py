@@ -27,8 +27,8 @@ from echelon.compat import fake_tensor_mode
 from echelon.layout.validation_error import ValidationError
 from echelon.models import user_model
 from echelon.models.forward_parts.shapes_only import ModuleCopy, copy_without_values, without_values
-from echelon.models.pipeline_model import get_pipeline_model, is_within
-from echelon.planning.model.declared_support import read_support
+from echelon.models.pipeline_model import get_pipeline_model, has_pipeline_model, is_within
+from echelon.planning.model.declared_support import TpDeclaration, read_support, solve_splits
 from echelon.planning.model.model_shape import UNSPLIT, ModelShape
 from echelon.planning.model.traced_shape import ModuleCounts, Section, build_shape
 
@@ -50,7 +50,7 @@ def trace_module(model: str | nn.Module, inputs: Mapping[str, Tensor] | None = N
     """
     if isinstance(model, str):
         name = name or model
-        model, inputs = _load_model(model)
+        model, inputs = load_user_model(model)
     name = name or type(model).__name__
     if inputs is None:
         hint = "give `inputs`, the keyword arguments of its forward"
@@ -61,14 +61,15 @@ def trace_module(model: str | nn.Module, inputs: Mapping[str, Tensor] | None = N
         raise ValidationError.single("model", name, rule, hint=hint)
     from echelon.planning.model.known_values import UnknownValueError
 
+    solved = solve_splits(model, inputs)
     try:
-        return trace_copy(copy_without_values(model), inputs, name)
+        return trace_copy(copy_without_values(model), inputs, name, solved)
     except UnknownValueError as error:
         raise refuse_trace(name, error) from error
     except Exception:  # whatever a user's code raises, or torch where a module makes tensors on a CPU
         try:
             with fake_tensor_mode():
-                return trace_copy(copy_without_values(model, "cpu"), inputs, name)
+                return trace_copy(copy_without_values(model, "cpu"), inputs, name, solved)
         except Exception as error:
             raise refuse_trace(name, error) from error
 
@@ -97,8 +98,10 @@ def describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".removesuffix(": ")
 
 
-def trace_copy(module: ModuleCopy, inputs: Mapping[str, Any], name: str) -> ModelShape:
-    """Trace a copy without values, which runs on its device."""
+def trace_copy(
+    module: ModuleCopy, inputs: Mapping[str, Any], name: str, solved: TpDeclaration | None = None
+) -> ModelShape:
+    """Trace a copy without values, which runs on its device. `solved`: how the solver splits a custom module."""
     import torch
 
     from echelon.planning.model.traced_dropout import replace_dropouts
@@ -107,7 +110,7 @@ def trace_copy(module: ModuleCopy, inputs: Mapping[str, Any], name: str) -> Mode
     replace_dropouts(copied)
     sections = _find_sections(copied)
     weights = dict(copied.named_parameters())
-    declared = read_support(copied)
+    declared = read_support(copied, solved)
     counter = _make_counter(weights, declared.splits)
     for key, value in inputs.items():
         if isinstance(value, torch.Tensor):
@@ -115,6 +118,8 @@ def trace_copy(module: ModuleCopy, inputs: Mapping[str, Any], name: str) -> Mode
             counter.values.set(given[key], value)
     for tensor, value in module.buffers:
         counter.values.set(tensor, value)
+    for path in declared.gathered:
+        _watch_gathered(copied.get_submodule(path), counter)
     width = _run_sections(copied, given, sections, counter)
     tokens, seq_len = _count_tokens(inputs)
     counts = ModuleCounts(
@@ -123,6 +128,7 @@ def trace_copy(module: ModuleCopy, inputs: Mapping[str, Any], name: str) -> Mode
         weights={key: tuple(weight.shape) for key, weight in weights.items()},
         owners=_param_sections(copied, weights, sections),
         splits=counter.splits,
+        gathered=declared.gathered,
         tokens=tokens,
         seq_len=seq_len,
         width=width // tokens,
@@ -132,7 +138,8 @@ def trace_copy(module: ModuleCopy, inputs: Mapping[str, Any], name: str) -> Mode
     return build_shape(name, counts)
 
 
-def _load_model(spec: str) -> tuple[nn.Module, Mapping[str, Tensor]]:
+def load_user_model(spec: str) -> tuple[nn.Module, Mapping[str, Tensor]]:
+    """Build `file.py:factory` without values if it can be, and the inputs that `batch` in its file makes."""
     import torch
 
     try:
@@ -160,7 +167,7 @@ def _count_tokens(inputs: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _find_sections(module: nn.Module) -> list[Section]:
-    if hasattr(module, "pipeline_model"):
+    if has_pipeline_model(module):
         layers = [(layer.name, layer.modules) for layer in get_pipeline_model(module).layers]
         return [Section(name, _class_name(module, modules) or name, modules) for name, modules in layers]
     names = _longest_module_list(module)
@@ -212,7 +219,7 @@ def _run_sections(module: nn.Module, inputs: dict[str, Any], sections: list[Sect
 
     with counter.counting():
         counter.enter_section(sections[0].name, tuple(inputs.values()))
-        if hasattr(module, "pipeline_model"):
+        if has_pipeline_model(module):
             from echelon.planning.model.equal_layers import find_repeats, renamed_weights
 
             pipeline_model = get_pipeline_model(module)
@@ -237,6 +244,19 @@ def _run_sections(module: nn.Module, inputs: dict[str, Any], sections: list[Sect
 
 def _num_elements(values: Iterable[Any]) -> int:
     return sum(value.numel() for value in values if hasattr(value, "numel") and value.dtype.is_floating_point)
+
+
+def _watch_gathered(module: nn.Module, counter: OpCounter) -> None:
+    """Tell a counter that a module runs which gets full sequences under context parallelism."""
+
+    def enter(_module: nn.Module, _args: Any) -> None:
+        counter.is_gathering = True
+
+    def leave(_module: nn.Module, *_others: Any) -> None:
+        counter.is_gathering = False
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave)
 
 
 def _make_counter(weights: Mapping[str, Tensor], splits: Mapping[str, str]) -> OpCounter:

@@ -8,6 +8,7 @@ from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING
 
+from echelon.models.pipeline_model import is_within
 from echelon.planning.model.layout_support import ModelSupport
 from echelon.planning.model.model_shape import AttentionShape, LayerShape, MatmulShape, ModelShape
 
@@ -40,6 +41,8 @@ class ModuleCounts:
     """section of each parameter"""
     splits: Mapping[str, str]
     """how tp splits each parameter"""
+    gathered: Sequence[str]
+    """modules that get full sequences under context parallelism"""
     tokens: int
     seq_len: int
     width: int
@@ -137,6 +140,14 @@ def _layer(
         saved_elements_tp=section_counts.saved_elements_tp / counts.tokens,
         moved_elements=section_counts.moved_elements / counts.tokens,
         moved_elements_tp=section_counts.moved_elements_tp / counts.tokens,
+        gathered_modules=sum(any(is_within(name, owner) for owner in section.modules) for name in counts.gathered),
+        gathered_saved=_share(
+            section_counts.gathered_saved,
+            section_counts.saved_elements + section_counts.saved_elements_tp + spread,
+        ),
+        gathered_moved=_share(
+            section_counts.gathered_moved, section_counts.moved_elements + section_counts.moved_elements_tp
+        ),
         other_flops=rest,
     )
 
@@ -150,7 +161,12 @@ def _matmul(counts: ModuleCounts, section: Section, used: WeightUse, rows: int) 
         split=counts.splits[used.weight],
         experts=used.experts,
         token_share=rows / counts.tokens,
+        is_gathered=any(is_within(used.weight, name) for name in counts.gathered),
     )
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
 
 
 def _attention(counts: ModuleCounts, section_counts: SectionCounts) -> tuple[AttentionShape | None, float]:

@@ -58,7 +58,7 @@ def branch_bounds(request: PlanRequest, c: Constants) -> list[BranchBound]:
     if "schedule" not in request.fixed:
         passes = (np.asarray(seconds)[families] / pp for seconds in (forward, layers, m.weight_grad))
         bubble = np.min(np.array(bubble_times(pp, accumulate, MAX_VPP, *passes)), axis=0)
-    seconds = accumulate * np.asarray(layers + 3 * m.head)[families] / pp + bubble
+    seconds = accumulate * np.asarray(layers + m.all_head)[families] / pp + bubble
     objectives = objective_values(request, [branch.world for _, branch, _ in candidates], seconds)
     rated = zip(objectives.tolist(), candidates, strict=True)
     return sorted(BranchBound(objective, branch, size) for objective, (_, branch, size) in rated)

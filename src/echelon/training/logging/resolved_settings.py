@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -38,12 +38,16 @@ def resolved_settings(config: Config, engine: Engine, peak: PeakFlops, threads: 
     yield "layout", str(layout), " x ".join([f"{layout.world} rank(s): dp={layout.dp} x tp={layout.tp}", *more])
     if layout.cp > 1 and model is not None:
         yield from _cp_settings(layout, seq_len)
+    if parallel.cp_context is not None and parallel.cp_context.sequences is not None:
+        yield from _gathered_modules(parallel.cp_context.sequences.modules)
     if model is not None and model.moe is not None:
         yield _moe_settings(model.moe, layout, seq_len)
     if engine.pipeline is not None:
         yield from _pipeline_settings(engine.pipeline, seq_len)
     size = f"{layout.batch} sequences" + (f" x {seq_len} tokens" if model is not None else "")
     yield "batch", size, f"dp {layout.dp} x microbatch {layout.microbatch} x accumulate {layout.accumulate}"
+    if engine.adapted_linears:
+        yield _adapter_setting(config, engine)
     yield from _precision_settings(engine)
     yield from _optimizer_settings(engine)
     if layout.dp * layout.cp > 1:
@@ -64,6 +68,20 @@ def resolved_settings(config: Config, engine: Engine, peak: PeakFlops, threads: 
     yield "time-out", f"{config.timeout:g} s", "a rank that waits longer ends the run"
     yield "threads", str(threads), "per rank"
     yield "peak", f"{peak.flops / 1e12:.3g} TFLOP/s per device", peak.source
+
+
+def _gathered_modules(names: Sequence[str]) -> Iterator[ResolvedSetting]:
+    """What context parallelism leaves whole."""
+    if names:
+        parts = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
+        yield "whole under cp", f"{len(names)} modules: {parts}", "every rank computes them, for full sequences"
+
+
+def _adapter_setting(config: Config, engine: Engine) -> ResolvedSetting:
+    lora, share = config.lora, engine.num_trained / engine.num_params
+    what = f"rank {lora.rank} beside {len(engine.adapted_linears)} linears, outputs times {lora.scale:g}"
+    trained = f"{engine.num_trained:,} of {engine.num_params:,} parameters are trained ({100 * share:.2g} %)"
+    return "adapters", what, f"{trained}; " + (f"from {lora.init}" if lora.init else "B starts at zero")
 
 
 def _precision_settings(engine: Engine) -> Iterator[ResolvedSetting]:
@@ -173,11 +191,11 @@ def _describe_master_weights(engine: Engine) -> str:
 
 
 def _describe_gradient_dtype(engine: Engine) -> str:
-    return " and ".join(sorted({dtype_name(group.grad_dtype) for group in engine.parallel.sharded_model.param_groups}))
+    return " and ".join(sorted({dtype_name(one.grad_dtype) for one in engine.parallel.sharded_model.trainable_groups}))
 
 
 def _gradient_dtype_reason(engine: Engine) -> str:
-    options, groups = engine.parallel.options, engine.parallel.sharded_model.param_groups
+    options, groups = engine.parallel.options, engine.parallel.sharded_model.trainable_groups
     dtypes = {group.grad_dtype for group in groups if not group.spec.keep_fp32}
     if dtypes == {options.compute_dtype} == {options.master_dtype} and options.compute_dtype.itemsize >= 4:
         return "one dtype for everything"

@@ -262,6 +262,8 @@ class StepLogger:
         attention = flops - model.flops_per_token(0)
         blocks = flops - 6 * model.vocab * model.width
         recomputed = metrics.recomputed_flops(metrics.recompute_shares(self.engine), blocks, attention)
+        if self.engine.adapted_linears:  # frozen weights have no gradients: 4 FLOPs a parameter, and 6 of the trained
+            flops = attention + 4 * (flops - attention) // 6 + 6 * self.engine.num_trained
         peak = self._peak_flops.flops * self.world.world_size
         return metrics.mfu(flops, rate, peak), metrics.hfu(flops, rate, peak, recomputed=recomputed)
 

@@ -28,7 +28,10 @@ from echelon.planning.search.layout_search import least_memory_plan, search_plan
 
 AUTO = "auto"
 MIB = 1 << 20
-PLANNED_KEYS = ("optimizer.", "clip", "compress", "memory.partition", "memory.arena", "memory.buffer", "memory.host")
+PLANNED_KEYS = (
+    *("optimizer.", "clip", "compress", "lora.rank"),
+    *("memory.partition", "memory.arena", "memory.buffer", "memory.host"),
+)
 """settings that `plan --set` takes too; updates in backward require clip=0"""
 PRECISION_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp32"}
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 4}
@@ -68,6 +71,7 @@ class PlanSettings:
     """None without optimizer settings"""
     memory_options: MemoryOptions
     host: float | None
+    lora_rank: int
 
 
 def parse_plan_settings(settings: Sequence[str], layout: str = "") -> PlanSettings:
@@ -75,12 +79,17 @@ def parse_plan_settings(settings: Sequence[str], layout: str = "") -> PlanSettin
     other = [text for text in settings if not text.partition("=")[0].startswith(PLANNED_KEYS)]
     if other:
         rule = "is not a setting of `plan --set`"
-        legal = "optimizer.*, clip, compress, memory.* but for memory.disk"
+        legal = "optimizer.*, clip, compress, lora.rank, memory.* but for memory.disk"
         raise ValidationError([ValidationIssue(key="set", value=text, message=rule, legal=legal) for text in other])
     config = Config.from_settings(settings, layout)
     of_optimizer = any(text.startswith("optimizer.") for text in settings)
     rule_asked = config.optimizer if of_optimizer else None
-    return PlanSettings(rule=rule_asked, memory_options=memory_options_of(config), host=config.memory.host)
+    return PlanSettings(
+        rule=rule_asked,
+        memory_options=memory_options_of(config),
+        host=config.memory.host,
+        lora_rank=config.lora.rank,
+    )
 
 
 def settings_with_effect(settings: Sequence[str], layout: str) -> list[str]:
@@ -133,6 +142,7 @@ def plan_request_on(config: Config, shape: ModelShape, cluster: Cluster) -> Plan
         master_bytes=2 if config.precision.master == "none" else 4,
         optimizer=config.optimizer,
         memory_options=memory_options_of(config),
+        lora_rank=config.lora.rank,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.checkpoint.checkpoint_index import INDEX_FILE, CheckpointError
+from echelon.checkpoint.frozen_weights import FACT
 from echelon.checkpoint.full_tensor import FullTensor, full_tensors
 from echelon.checkpoint.hf.convert_model import NativeModel
 from echelon.checkpoint.load import find_step, open_index
@@ -29,6 +30,9 @@ class TrainedModel:
 
     config: Config
     tensors: Mapping[str, FullTensor]
+    """parameters and buffers; of a run with adapters, the trained parameters alone"""
+    frozen: object = None
+    """hash and dtype of the frozen weights of such a run"""
 
     @property
     def native(self) -> NativeModel:
@@ -54,4 +58,4 @@ def load_trained_model(source: str, *, ema: bool = False) -> TrainedModel:
     tensors = full_tensors(storage, step, index, {weights: "", "buffer.": ""})
     if ema and not any(name.startswith(weights) for name in index.tensors):
         raise CheckpointError(f"the run has no averaged weights ({address}); train with optimizer.ema")
-    return TrainedModel(config, tensors)
+    return TrainedModel(config, tensors, index.metadata.get(FACT))

@@ -16,6 +16,8 @@ CHECKPOINTS_DIR = "checkpoints"
 """directory of checkpoints inside a run's directory"""
 FIXED_KEYS = ("model", "data.", "seq_len", "batch", "seed", "tied", "gate")
 """keys that define the parameters and the order of the samples"""
+ADAPTER_KEYS = ("lora.rank", "lora.alpha", "lora.rslora", "lora.targets", "lora.train")
+"""keys that define which parameters are trained, and what adapters compute"""
 STATE_KEYS = ("optimizer.name", "optimizer.states")
 """keys that define the optimizer states"""
 GROWING_KEYS = ("data.skip_batches",)
@@ -31,7 +33,8 @@ def resumed_config(resume: str | Path, settings: Sequence[str], *, world: int | 
     _refuse_changes(old, {name: given[name].strip("\"'") for name in STATE_KEYS if name in given})
     config = Config.load(run / "config.toml", settings, world=world, written_by_run=True, to_train=True)
     new = schema.effective_values(config)
-    fixed = (name for name in {**old, **new} if name.startswith(FIXED_KEYS) and name not in GROWING_KEYS)
+    fixed_keys = (*FIXED_KEYS, *ADAPTER_KEYS)
+    fixed = (name for name in {**old, **new} if name.startswith(fixed_keys) and name not in GROWING_KEYS)
     _refuse_changes(old, {name: new.get(name) for name in fixed})
     return config
 

@@ -1,0 +1,1 @@
+"""LoRA on one device: adapters beside the linears of a frozen model."""
