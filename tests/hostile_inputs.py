@@ -18,6 +18,7 @@ import struct
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -370,14 +371,11 @@ def records(rng: random.Random, folder: Path, samples: Samples) -> list[Any]:
 
 
 def _compressed(name: str, data: bytes) -> bytes:
-    import zstandard
+    compress = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+    if name.endswith(".zst") and find_spec("zstandard"):  # without the package the name alone is refused
+        import zstandard
 
-    compress = {
-        ".gz": gzip.compress,
-        ".bz2": bz2.compress,
-        ".xz": lzma.compress,
-        ".zst": zstandard.ZstdCompressor().compress,
-    }
+        compress[".zst"] = zstandard.ZstdCompressor().compress
     return compress.get(Path(name).suffix, bytes)(data)
 
 

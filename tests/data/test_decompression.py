@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from echelon.data import TextError, TokenFile, text_files, tokenize
 from echelon.data.decompression import MAX_READ, DecompressedFile, TextInput
 from echelon.input_file import InputFileError
 
+zstandard = pytest.importorskip("zstandard")
 CHECKS = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.compress,

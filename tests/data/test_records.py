@@ -9,13 +9,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from echelon.data import ByteTokenizer, RecordFormat, TextError, TokenFile, prepare_token_file, tokenize
 from echelon.data.records import ChatRecord, JsonLines, Record, RecordFault, TextRecord
 
+zstandard = pytest.importorskip("zstandard")
 CHECKS = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 HELLO = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]

@@ -271,6 +271,30 @@ def test_a_weight_that_is_computed() -> None:
     assert found.layers[0][0].other_parameters == 6
 
 
+class RotaryAngles(nn.Module):
+    """Angles of positions before a stack, as an outer product or as a GEMM with one inner element, which it equals."""
+
+    def __init__(self, *, as_matmul: bool) -> None:
+        super().__init__()
+        self.as_matmul = as_matmul
+        self.register_buffer("rates", torch.ones(4))
+        self.layers = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1], device=x.device, dtype=x.dtype)
+        wide, tall = self.rates[None, None, :], places[None, :, None]
+        x = x + (tall @ wide if self.as_matmul else tall * wide)
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def test_an_outer_product_is_no_gemm() -> None:
+    """Releases of transformers before 5.22 compute the angles of rotary positions with `@`."""
+    found = [trace_module(RotaryAngles(as_matmul=way), {"x": torch.zeros(2, 6, 4)}) for way in (True, False)]
+    assert [(shape.num_layers, shape.flops(6)) for shape in found] == [(2, 2 * 2 * 16)] * 2
+
+
 # -- files and faults -------------------------------------------------------------------------------------------------
 
 

@@ -63,6 +63,13 @@ class HiddenAttention(LlamaAttention):
         return super().forward(hidden_states, position_embeddings, mask, **kwargs)
 
 
+class SinkAttention(LlamaAttention):
+    # Scaled dot-product attention takes sinks, and does not read them; before transformers 5.22, caps of scores too.
+    def forward(self, *args, **kwargs):
+        sinks = torch.ones(self.config.num_attention_heads, dtype=torch.float64)
+        return super().forward(*args, s_aux=sinks, **kwargs)
+
+
 class SummedModel(LlamaModel):
     # Embeddings depend on earlier ones.
     def forward(self, input_ids=None, inputs_embeds=None, **kwargs):
@@ -82,9 +89,10 @@ def model(kind):
             super().__init__(config)
             if kind == "layer":
                 self.model.layers = torch.nn.ModuleList(ShiftedLayer(config, i) for i in range(2))
-            elif kind == "mask":
+            elif kind in ("mask", "sinks"):
+                attention = HiddenAttention if kind == "mask" else SinkAttention
                 for index, layer in enumerate(self.model.layers):
-                    layer.self_attn = HiddenAttention(config, index)
+                    layer.self_attn = attention(config, index)
             elif kind == "embedding":
                 self.model = SummedModel(config)
 
@@ -98,6 +106,7 @@ def batch(rows, step):
 CUSTOM = {
     "layer": ([], ["model.layers.0", "model.layers.1"]),
     "mask": ([], ["model.layers.0.self_attn", "model.layers.1.self_attn"]),
+    "sinks": (["model.layers.0.self_attn", "model.layers.1.self_attn"], []),
 }
 
 

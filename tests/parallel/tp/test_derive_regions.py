@@ -8,11 +8,12 @@ import pytest
 import torch
 from foreign_families import FAMILIES, build_family
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from echelon.models.foreign.causal_lm import adapt
 from echelon.parallel.tp.derive_regions import DerivedSplit, derive_split
 from echelon.parallel.tp.region_plan import RegionPlan
-from echelon.parallel.tp.region_trial import RegionCall, is_exact, run_whole
+from echelon.parallel.tp.region_trial import RefuseEmptyHeads, RegionCall, is_exact, run_whole
 
 
 def derive(name: str, tp: int = 2) -> DerivedSplit:
@@ -111,3 +112,24 @@ def test_a_plan_with_a_wrong_row_fails() -> None:
     module.up = nn.Linear(6, 7)  # two ranks do not divide it
     module.down = nn.Linear(7, 6)
     assert not trial(module)
+
+
+class HeadsAttention(nn.Module):
+    """With as many heads of 2 elements as its projection has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 2), nn.Linear(2, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.up(x).unflatten(-1, (-1, 2))[..., : x.shape[-1] * self.up.out_features // 12, :].transpose(1, 2)
+        out: Tensor = self.down(F.scaled_dot_product_attention(heads, key=heads, value=heads).sum(1))
+        return out
+
+
+def test_a_plan_that_leaves_no_heads_fails_before_torch_runs_it() -> None:
+    """Torch 2.11 ends the process where attention has no heads."""
+    empty = torch.zeros(2, 0, 3, 4)
+    with RefuseEmptyHeads(), pytest.raises(ValueError, match=r"attention has no heads \(shapes \[\(2, 0, 3, 4\)"):
+        F.scaled_dot_product_attention(empty, empty, value=empty)
+    assert not trial(HeadsAttention())

@@ -23,6 +23,8 @@ from echelon.rng import Dropout, RandomStream
 
 CORE_ATTENTION = "echelon_core"
 """the name in the config"""
+IGNORED = {"sdpa": ("softcap", "s_aux")}
+"""what the attention functions of transformers take and do not read; some classes pass it to them all the same"""
 CONTEXT_ARGUMENT = "attention_context"
 """keyword of a layer, which never reaches transformers' code"""
 
@@ -38,6 +40,7 @@ def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
 ) -> tuple[Tensor, None]:
     """The function that transformers calls: [B, heads, T, head_dim] to [B, T, heads, head_dim]."""
+    options = {key: value for key, value in options.items() if key not in module.core_ignores}
     scaling, softcap = options.get("scaling"), options.get("softcap")
     module.core.scores = ScoreOptions(
         scale=None if scaling is None else float(scaling),
@@ -69,10 +72,11 @@ def install_core(layer: Any, module: Any, dropout: nn.Module) -> CoreAttention:
     core: Any = CoreAttention()
     core.dropout = dropout
     layer.attention_state = AttentionState()
-    module.core, module.core_state = core.train(module.training), layer.attention_state
+    module.core, module.core_state, module.core_ignores = core.train(module.training), layer.attention_state, ()
     for part in module.modules():
         config = vars(part).get("config")
         if config is not None:
+            module.core_ignores = IGNORED.get(str(config._attn_implementation), ())
             vars(part)["config"] = copy(config)
             vars(part)["config"]._attn_implementation = CORE_ATTENTION
     made: CoreAttention = core

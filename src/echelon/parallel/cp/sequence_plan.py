@@ -84,7 +84,7 @@ def _plan(model: ForeignCausalLM) -> SequencePlan:
     if problem := _embedding_problem(model):
         return SequencePlan(problem=problem)
     every, some = list(range(TOKENS)), list(SOME)
-    calls = _calls(model, every, "eager")
+    calls = _calls(model, every, "")  # its own function, as on one device
     core_calls, some_calls = _calls(model, every, CORE_ATTENTION), _calls(model, some, CORE_ATTENTION)
     stack, found, cores, gathered = model.layer_stack, dict[Any, Any](), list[str](), list[str]()
     for index, name in enumerate(stack.layer_names):
@@ -92,8 +92,7 @@ def _plan(model: ForeignCausalLM) -> SequencePlan:
         inner = [attention.removeprefix(f"{name}.") for attention in attentions]
         kind = (layer_signature(layer, calls[index]), _of_layer(model.config, index, stack.num_layers), repr(inner))
         if kind not in found:
-            with implementations(model.config, attention="eager"):
-                trial = _SequenceTrial(layer, calls[index], calls[index].shape[-1])
+            trial = _SequenceTrial(layer, calls[index], calls[index].shape[-1])
             attends_once = len(inner) == 1
             if attends_once and trial.equals_with_core(inner[0], core_calls[index], some_calls[index]):
                 found[kind] = (inner, [])

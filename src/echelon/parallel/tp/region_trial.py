@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from echelon.layout.placement import LogicalParam
 from echelon.models.foreign.float64_casts import float64_casts
@@ -75,6 +77,18 @@ class RegionCall:
         return RegionCall(renew(self.args), {key: renew(value) for key, value in self.kwargs.items()}), inputs
 
 
+class RefuseEmptyHeads(TorchFunctionMode):
+    """Raises on attention without heads, which a wrong split asks for: torch 2.11 divides by their number and dies."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            shapes = [tuple(value.shape) for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+            if any(0 in shape for shape in shapes):
+                raise ValueError(f"attention has no heads (shapes {shapes})")
+        return func(*args, **kwargs)
+
+
 @dataclass(frozen=True)
 class RegionResult:
     """Output and gradients of a region."""
@@ -92,7 +106,7 @@ def run_whole(module: nn.Module, call: RegionCall) -> RegionResult:
 def _run(module: nn.Module, call: RegionCall) -> RegionResult:
     call, inputs = call.separate()
     module.zero_grad()
-    with float64_casts(torch.float64):
+    with float64_casts(torch.float64), RefuseEmptyHeads():
         output = call.run(module)
         seed = torch.arange(output.numel(), dtype=output.dtype).view(output.shape).cos()
         output.backward(seed)

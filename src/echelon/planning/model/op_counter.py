@@ -170,8 +170,8 @@ class OpCounter(torch_dispatch_mode()):  # type: ignore[misc]
         if given and len(named) == len(given):
             self._weights |= {storage_key(self._hold_storage(tensor)): named[0] for tensor in made}
             return
-        split = UNSPLIT
-        if operator in MATMUL_OPERANDS:
+        split, is_gemm = UNSPLIT, operator in GEMMS and bool(named or not _is_outer_product(operator, args))
+        if operator in MATMUL_OPERANDS and is_gemm:
             first, second = MATMUL_OPERANDS[operator]
             split = self._record_matmul(args[first], args[second])
         elif operator is aten._grouped_mm:
@@ -181,9 +181,9 @@ class OpCounter(torch_dispatch_mode()):  # type: ignore[misc]
         elif operator is aten.embedding and storage_key(args[0]) in self._weights:
             name = self._weights[storage_key(args[0])]
             self.section_counts.lookup_rows[name] = max(self.section_counts.lookup_rows.get(name, 0), args[1].numel())
-        if operator not in GEMMS:
+        if not is_gemm:
             self._record_copies(operator, given, made)
-        self.record_outputs(given, made, split, moved=operator not in GEMMS, in_place=operator.__name__.endswith("_"))
+        self.record_outputs(given, made, split, moved=not is_gemm, in_place=operator.__name__.endswith("_"))
 
     def _record_copies(self, operator: Any, given: list[Tensor], made: list[Tensor]) -> None:
         """Note what holds copies: of an expanded tensor, or of what holds copies."""
@@ -361,6 +361,11 @@ class _KernelStubs(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._kernels.get(func, func)(*args, **(kwargs or {}))
+
+
+def _is_outer_product(operator: Any, args: Any) -> bool:
+    """Whether an operator sums over one element, as the angles of rotary positions do: it moves bytes, no more."""
+    return operator in MATMUL_OPERANDS and args[MATMUL_OPERANDS[operator][0]].shape[-1] == 1
 
 
 def _empty_grouped_mm(x: Tensor, weight: Tensor) -> Tensor:
