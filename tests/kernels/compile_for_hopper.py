@@ -19,7 +19,7 @@ from echelon.kernels.activations import (
 )
 from echelon.kernels.attention import blockwise_attention_triton, rope_triton
 from echelon.kernels.gemm import fp8_cast_triton, grouped_gemm_triton
-from echelon.kernels.layers import cross_entropy_triton, rmsnorm_triton, swiglu_triton
+from echelon.kernels.layers import cross_entropy_triton, gelu_triton, residual_norm_triton, swiglu_triton
 from echelon.kernels.optim import (
     elementwise_updates_triton,
     factored_moments_triton,
@@ -63,12 +63,15 @@ def compiled(kernel: Any, warps: int, constants: dict[str, Any], *, fused: bool 
 def main() -> None:
     block = {"BLOCK": 2048}
     for has in (True, False):
-        compiled(rmsnorm_triton._norm_forward, 4, {"HAS_DELTA": has, **block})
-        compiled(rmsnorm_triton._norm_backward, 8, {"EACH": 63, "HAS_STREAM": has, **block})
+        for kind in ({"IS_LAYER_NORM": True, **block}, {"IS_LAYER_NORM": False, **block}):
+            compiled(residual_norm_triton._norm_forward, 4, {"HAS_DELTA": has, **kind})
+            compiled(residual_norm_triton._norm_backward, 8, {"EACH": 63, "HAS_STREAM": has, **kind})
+            compiled(residual_norm_triton._norm_recompute, 4, kind)
         compiled(swiglu_triton._swiglu_backward, 8, {"WIDTH": 8192, "OUTPUT": has, **block})
         logits = {"WIDTH": 128_256, "IGNORED": -100, "BACKWARD": has, "BLOCK": 8192}
         compiled(cross_entropy_triton._loss_and_gradient, 16, logits, targets_ptr="*i64")
-    compiled(rmsnorm_triton._norm_recompute, 4, block)
+    compiled(gelu_triton._gelu_forward, 4, block)
+    compiled(gelu_triton._gelu_backward, 8, {"EACH": 63, **block})
     compiled(swiglu_triton._swiglu_forward, 8, {"WIDTH": 8192, **block})
     compiled(cross_entropy_triton._loss_scaled, 4, block, x_ptr="*fp32")
     heads = {"HEADS": 32, "HALF": 64, "HEAD_BLOCK": 32, "HALF_BLOCK": 64}

@@ -11,7 +11,7 @@ from torch import Tensor
 from echelon.kernels import dispatch, tensor_metadata
 from echelon.kernels.attention import rope
 from echelon.kernels.gemm import fused_linear
-from echelon.kernels.layers import cross_entropy, rmsnorm, swiglu
+from echelon.kernels.layers import cross_entropy, gelu, residual_norm, swiglu
 from echelon.kernels.memory_limits import LOSS_CHUNK_BYTES
 from echelon.models.layers import Linear, can_fuse_gemm
 
@@ -65,7 +65,7 @@ def test_norm(shape: tuple[int, ...], with_delta: bool) -> None:
     inputs = (x, delta, weight) if with_delta else (x, weight)
 
     def call(x: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-        return rmsnorm.residual_rms_norm(x, rest[0] if with_delta else None, rest[-1], EPS)
+        return residual_norm.residual_rms_norm(x, rest[0] if with_delta else None, rest[-1], EPS)
 
     for found, wanted in zip(*of_both(call, *inputs), strict=True):
         close(found, wanted)
@@ -76,7 +76,7 @@ def test_norm_in_16_bits() -> None:
     # The interpreter cuts off where a GPU rounds, so only to a unit in the last place.
     torch.manual_seed(0)
     x, delta, weight = (leaf(*shape, dtype=torch.bfloat16) for shape in ((7, 48), (7, 48), (48,)))
-    found, wanted = of_both(lambda *a: rmsnorm.residual_rms_norm(*a, EPS), x, delta, weight)
+    found, wanted = of_both(lambda *a: residual_norm.residual_rms_norm(*a, EPS), x, delta, weight)
     for a, b, bound in zip(found, wanted, (1e-2, 2e-2, 2e-2, 2e-2, 2e-2), strict=True):
         close(a, b, bound)
 
@@ -84,7 +84,7 @@ def test_norm_in_16_bits() -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("remake", [False, True])
 def test_norm_attaches_metadata(remake: bool) -> None:
-    _, normed = rmsnorm.residual_rms_norm(leaf(5, 40), leaf(5, 40), leaf(40), EPS, recompute=remake)
+    _, normed = residual_norm.residual_rms_norm(leaf(5, 40), leaf(5, 40), leaf(40), EPS, recompute=remake)
     known = tensor_metadata.read(normed)
     assert known.row_amax is not None
     close(known.row_amax, normed.detach().abs().amax(-1))
@@ -97,10 +97,98 @@ def test_norm_attaches_metadata(remake: bool) -> None:
 def test_an_unused_residual_output_has_no_gradient() -> None:
     x, weight = leaf(3, 32), leaf(32)
     with dispatch.plain_torch(False):
-        _, normed = rmsnorm.residual_rms_norm(x, None, weight, EPS)
+        _, normed = residual_norm.residual_rms_norm(x, None, weight, EPS)
     (found,) = torch.autograd.grad(normed.sum(), (x,))
     (wanted,) = torch.autograd.grad(F.rms_norm(x, (32,), weight, EPS).sum(), (x,))
     close(found, wanted)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("with_delta", [False, True])
+def test_layer_norm(shape: tuple[int, ...], with_delta: bool) -> None:
+    torch.manual_seed(0)
+    x, delta, weight, bias = leaf(*shape), leaf(*shape), leaf(shape[-1]), leaf(shape[-1])
+    inputs = (x + 3.0, delta, weight, bias) if with_delta else (x + 3.0, weight, bias)
+
+    def call(x: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        return residual_norm.residual_layer_norm(x, rest[0] if with_delta else None, *rest[-2:], EPS)
+
+    for found, wanted in zip(*of_both(call, *inputs), strict=True):
+        close(found, wanted)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_recomputed_layer_norm() -> None:
+    torch.manual_seed(0)
+    given = (leaf(5, 40), leaf(5, 40), leaf(40), leaf(40))
+    _, normed = residual_norm.residual_layer_norm(*given, EPS, recompute=True)
+    known = tensor_metadata.read(normed)
+    assert known.row_amax is not None
+    assert known.recompute is not None
+    close(known.row_amax, normed.detach().abs().amax(-1))
+    close(known.recompute(None), normed.detach())
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("shape", [(1, 32), (3, 74), (2, 2, 4200)])
+def test_gelu(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x = torch.cat([leaf(*shape), leaf(*shape) * 60.0], dim=-2)  # its tails too
+    for found, wanted in zip(*of_both(gelu.gelu, x), strict=True):
+        assert found.isfinite().all()
+        close(found, wanted)
+    out = gelu.gelu(x, recompute=True)
+    known = tensor_metadata.read(out)
+    assert known.row_amax is not None
+    assert known.recompute is not None
+    close(known.row_amax, out.detach().abs().amax(-1).flatten())
+    close(known.recompute(None), out.detach())
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("with_sums", [True, False])
+def test_gradients_of_biases_are_sums_that_a_kernel_knows(with_sums: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GELU and LayerNorm sum their gradients by the way; another gradient on top makes these sums untrue."""
+    torch.manual_seed(0)
+    x, read, sums = leaf(6, 16), tensor_metadata.read, list[Tensor | None]()
+
+    def reading(tensor: Tensor) -> tensor_metadata.TensorMetadata:
+        sums.append(read(tensor).column_sums)
+        return read(tensor) if with_sums else tensor_metadata.EMPTY
+
+    def call(x: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor, *norm: Tensor) -> object:
+        hidden = gelu.gelu(fused_linear.fused_linear(x, [up], [up_bias]))
+        delta = fused_linear.fused_linear(hidden, [down], [down_bias])
+        return residual_norm.residual_layer_norm(x, delta, *norm, EPS)
+
+    monkeypatch.setattr(tensor_metadata, "read", reading)
+    given = (leaf(32, 16), leaf(32), leaf(16, 32), leaf(16), leaf(16), leaf(16))
+    for found, wanted in zip(*of_both(call, x, *given), strict=True):
+        close(found, wanted)
+    assert sum(one is not None for one in sums) == 2
+
+
+@pytest.mark.parametrize("vocab", [61, 64, 65])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_a_vocabulary_of_an_odd_size_is_padded_inside(vocab: int, with_bias: bool) -> None:
+    """The loss and its gradients are those of the vocabulary; GEMMs see rows that are multiples of 128 bytes."""
+    torch.manual_seed(0)
+    x, weight = leaf(10, 16, dtype=torch.float64), leaf(vocab, 16, dtype=torch.float64)
+    bias = leaf(vocab, dtype=torch.float64) if with_bias else None
+    targets, seen = torch.randint(0, vocab, (10,), device=DEVICE), []
+
+    def losses(logits: Tensor, targets: Tensor) -> Tensor:
+        seen.append((logits.shape[1], logits.stride(0)))
+        return F.cross_entropy(logits, targets, reduction="none")
+
+    total = cross_entropy.chunked_linear_loss(x, weight, bias, targets, losses, chunk_tokens=4)
+    wanted = F.cross_entropy(F.linear(x, weight, bias), targets, reduction="sum")
+    given = [x, weight, *([] if bias is None else [bias])]
+    for one, other in zip(torch.autograd.grad(total, given), torch.autograd.grad(wanted, given), strict=True):
+        close(one, other, 1e-13)
+    close(total, wanted, 1e-13)
+    assert set(seen) == {(vocab, -(-vocab // 64) * 64)}
 
 
 @pytest.mark.usefixtures("kernels")
@@ -308,7 +396,7 @@ def test_backward_twice() -> None:
     assert torch.equal(first, torch.autograd.grad(y.sum(), layer.weight, retain_graph=True)[0])
     with pytest.raises(RuntimeError):  # second derivatives are refused, not left out
         torch.autograd.grad(torch.autograd.grad(y.square().sum(), x, create_graph=True)[0].sum(), x)
-    _, normed = rmsnorm.residual_rms_norm(x, None, leaf(16), EPS, recompute=True)
+    _, normed = residual_norm.residual_rms_norm(x, None, leaf(16), EPS, recompute=True)
     y = fused_linear.project(normed, layer)
     torch.autograd.grad(y.sum(), layer.weight, retain_graph=True)
     with pytest.raises(RuntimeError, match="recompute=none"):
@@ -317,7 +405,7 @@ def test_backward_twice() -> None:
 
 def test_autocast_is_left_to_torch() -> None:
     x, layer = leaf(3, 16), Linear(16, 6, bias=False).to(DEVICE)
-    _, normed = rmsnorm.residual_rms_norm(x, None, leaf(16), EPS, recompute=True)
+    _, normed = residual_norm.residual_rms_norm(x, None, leaf(16), EPS, recompute=True)
     with torch.autocast(DEVICE.type, dtype=torch.float16):
         assert dispatch.autocast_enabled(x)
         y = fused_linear.project(normed, layer)
@@ -329,5 +417,7 @@ def test_autocast_is_left_to_torch() -> None:
 def test_a_delta_of_another_shape_or_dtype_uses_torch() -> None:
     x, weight = leaf(3, 32), leaf(32)
     for delta in (leaf(1, 32), leaf(3, 32).double()):
-        s, _ = rmsnorm.residual_rms_norm(x, delta.detach(), weight if delta.dtype == x.dtype else weight.double(), EPS)
+        s, _ = residual_norm.residual_rms_norm(
+            x, delta.detach(), weight if delta.dtype == x.dtype else weight.double(), EPS
+        )
         assert torch.equal(s.detach(), (x + delta).detach())

@@ -223,8 +223,8 @@ def test_newton_schulz_in_bfloat16_is_the_quintic_but_for_rounding() -> None:
 GEMM = BrokenFunction("precision.fp8_linear:_scaled_gemm")
 TRITON_ADAMW = BrokenFunction("optim.rules.adamw:FusedAdamW.step", 1)
 ON_A_GPU: tuple[tuple[str, str, BrokenFunction], ...] = (
-    ("dtype=bfloat16", "dp=1,accumulate=2", BrokenFunction("kernels.layers.rmsnorm_triton:forward")),
-    ("dtype=bfloat16", "dp=1", BrokenFunction("kernels.layers.rmsnorm_triton:backward")),
+    ("dtype=bfloat16", "dp=1,accumulate=2", BrokenFunction("kernels.layers.residual_norm_triton:forward")),
+    ("dtype=bfloat16", "dp=1", BrokenFunction("kernels.layers.residual_norm_triton:backward")),
     ("dtype=bfloat16", "dp=1,recompute=full", BrokenFunction("kernels.layers.swiglu_triton:forward")),
     ("dtype=bfloat16", "dp=1,recompute=ops", BrokenFunction("kernels.layers.swiglu_triton:backward")),
     ("dtype=bfloat16", "dp=1", BrokenFunction("kernels.layers.cross_entropy_triton:cross_entropy_rows")),

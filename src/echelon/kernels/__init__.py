@@ -1,7 +1,7 @@
 """Triton kernels beside the plain torch they replace.
 
-Each operator is a pair of files: `rmsnorm.py` has the function that models call, its plain torch version and its
-autograd function; `rmsnorm_triton.py` has the kernels, and is imported only when a tensor on a GPU needs it
+Each operator is a pair of files: `residual_norm.py` has the function that models call, its plain torch version and its
+autograd function; `residual_norm_triton.py` has the kernels, and is imported only when a tensor on a GPU needs it
 (`dispatch.py`).
 
 dispatch         which calls run Triton         kernel_launch    compiled-kernel cache, grid sizes

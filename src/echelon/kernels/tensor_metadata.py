@@ -22,6 +22,8 @@ class TensorMetadata:
     recompute: Callable[[Tensor | None], Tensor] | None = None
     """recomputes the tensor from tensors that are saved anyway, so backward need not save it. Given the tensor's
     gradient, it may compute the input gradient too, and attach that to the gradient as `input_gradient`"""
+    column_sums: Tensor | None = None
+    """[width]: the sum of its rows; on a gradient, that of a bias of the layer that made the tensor"""
     input_gradient: Tensor | None = None
     """on a gradient: the gradient of the producer's input, where it is computed already"""
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from echelon.kernels import tensor_metadata
 from echelon.kernels.attention.blockwise_attention import PLAIN_SCORES, ScoreOptions
-from echelon.kernels.attention.rope import Rotation, apply_rotary, split_and_rotate_qkv
+from echelon.kernels.attention.rope import Rotation, apply_rotary, split_and_rotate_qkv, split_qkv
 from echelon.kernels.gemm.fused_linear import project
 from echelon.models.attention_config import RopeScaling
 from echelon.models.layers import Linear, RMSNorm, can_fuse_gemm, project_all
@@ -209,7 +209,7 @@ class Attention(nn.Module):
     share_input = ("q", "k", "v")
     """layers with one input, called together"""
     fuses_rope = True
-    """only RoPE is between projections and core: a kernel may rotate the output of the fused GEMM in place"""
+    """at most RoPE is between projections and core: a kernel may rotate the output of the fused GEMM in place"""
 
     def __init__(self, config: ModelConfig, *, bias: bool, out_bias: bool = False) -> None:
         """`bias`: of the q, k and v projections; `out_bias`: of the output projection."""
@@ -228,9 +228,13 @@ class Attention(nn.Module):
 
     def _attend(self, x: Tensor, context: AttentionContext) -> Tensor:
         projections = (self.q, self.k, self.v)
-        if self.fuses_rope and context.rope is not None and can_fuse_gemm(x, *projections):
+        if self.fuses_rope and can_fuse_gemm(x, *projections):
             heads, kv_heads = (len(layer.weight) // self.head_dim for layer in projections[:2])
-            q, k, v = split_and_rotate_qkv(project(x, *projections), context.rope, heads, kv_heads)
+            qkv = project(x, *projections)
+            if context.rope is None:
+                q, k, v = split_qkv(qkv, heads, kv_heads)
+            else:
+                q, k, v = split_and_rotate_qkv(qkv, context.rope, heads, kv_heads)
             out: Tensor = self.core(q, k, v, context)
         else:
             out = self.core(*project_all(x, *projections), context, self._prepare)

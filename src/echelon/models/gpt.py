@@ -1,24 +1,13 @@
 """GPT: learned positions, pre-LayerNorm, GELU, biases, dropout, tied embedding."""
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from echelon.kernels import tensor_metadata
+from echelon.kernels.layers.gelu import gelu
 from echelon.models.attention import Attention, AttentionContext
 from echelon.models.language_model import LanguageModel
-from echelon.models.layers import Linear
+from echelon.models.layers import LayerNorm, Linear, ResidualLayerNorm
 from echelon.models.model_config import ModelConfig
 from echelon.models.transformer_block import TransformerBlock
-
-
-class LayerNorm(nn.LayerNorm):
-    recompute_output = False
-    """backward recomputes the output instead of saving it (recompute=ops)"""
-
-    def forward(self, input: Tensor) -> Tensor:
-        out = super().forward(input)
-        saved, forward = input.detach(), super().forward
-        return tensor_metadata.attach_recompute(out, lambda: forward(saved)) if self.recompute_output else out
 
 
 class GPTMLP(nn.Module):
@@ -31,24 +20,20 @@ class GPTMLP(nn.Module):
         self.down = Linear(ffn, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        up = self.up(x)
-        h = F.gelu(up, approximate="tanh")
-        if self.recompute_output:
-            saved = up.detach()
-            tensor_metadata.attach_recompute(h, lambda: F.gelu(saved, approximate="tanh"))
-        out: Tensor = self.down(h)
+        out: Tensor = self.down(gelu(self.up(x), recompute=self.recompute_output))
         return out
 
 
 class GPTBlock(TransformerBlock):
-    mlp_class, norm_class = GPTMLP, LayerNorm
+    mlp_class, norm_class = GPTMLP, ResidualLayerNorm
 
     def build_attention(self, config: ModelConfig) -> nn.Module:
         return Attention(config, bias=True, out_bias=True)
 
     def attend(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:
-        x = x + self.drop1(self.attn(self.norm1(x), context))
-        return x, self.norm2(x)
+        x, h = self.norm1(x)
+        x, h = self.norm2(x, self.drop1(self.attn(h, context)))
+        return x, h
 
 
 class GPT(LanguageModel):

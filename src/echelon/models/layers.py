@@ -10,7 +10,7 @@ from echelon import compat
 from echelon.kernels import dispatch
 from echelon.kernels.gemm.fused_linear import PLAIN_GEMMS, LinearGemms, concat_view, project
 from echelon.kernels.layers.cross_entropy import cross_entropy_sum, linear_cross_entropy
-from echelon.kernels.layers.rmsnorm import residual_rms_norm, rms_norm
+from echelon.kernels.layers.residual_norm import residual_layer_norm, residual_rms_norm, rms_norm
 from echelon.models.model_config import IGNORE_INDEX, NORM_EPSILON
 
 
@@ -36,13 +36,16 @@ def project_all(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
 
 
 def can_fuse_gemm(x: Tensor, *layers: nn.Module) -> bool:
-    """Whether the layers can run as one GEMM: on a GPU, without biases, hooks or adapters, with adjacent weights."""
+    """Whether the layers can run as one GEMM: on a GPU, without hooks or adapters, with adjacent weights and biases."""
     if not dispatch.use_triton(x) or not all(
         type(layer) is Linear and not compat.has_hooks_or_patched_forward(layer) for layer in layers
     ):
         return False
     linears = [layer for layer in layers if isinstance(layer, Linear)]
-    return all(linear.bias is None for linear in linears) and concat_view([one.weight for one in linears]) is not None
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    if biases and (len(biases) < len(linears) or concat_view(biases) is None):
+        return False
+    return concat_view([one.weight for one in linears]) is not None
 
 
 class RMSNorm(nn.Module):
@@ -64,6 +67,22 @@ class ResidualRMSNorm(RMSNorm):
     def forward(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """(x + delta, RMSNorm(x + delta))"""
         return residual_rms_norm(x, delta, self.weight, self.epsilon, recompute=self.recompute_output)
+
+
+class LayerNorm(nn.LayerNorm):
+    recompute_output = False
+    """backward recomputes the output instead of saving it (recompute=ops)"""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return residual_layer_norm(input, None, self.weight, self.bias, self.eps, recompute=self.recompute_output)[1]
+
+
+class ResidualLayerNorm(LayerNorm):
+    """Residual addition and LayerNorm in one kernel."""
+
+    def forward(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """(x + delta, LayerNorm(x + delta))"""
+        return residual_layer_norm(x, delta, self.weight, self.bias, self.eps, recompute=self.recompute_output)
 
 
 class LMHead(nn.Module):

@@ -15,7 +15,13 @@ from echelon.kernels import tensor_metadata
 from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout, Mesh
 from echelon.parallel.comm.mesh_axis import MeshAxes
-from echelon.parallel.tp_grid.grid_norm import ColumnShards, GridLayerNorm, GridRMSNorm, GridStreamNorm
+from echelon.parallel.tp_grid.grid_norm import (
+    ColumnShards,
+    GridLayerNorm,
+    GridRMSNorm,
+    GridStreamLayerNorm,
+    GridStreamRMSNorm,
+)
 
 TOKENS, EPSILON = (2, 3), 1e-5
 
@@ -42,7 +48,8 @@ def compare(kind: str, width: int, offset: float, recompute: bool) -> dict[str, 
         "layer": lambda: F.layer_norm(x, (width,), weight, bias, EPSILON),
         "layer without vectors": lambda: F.layer_norm(x, (width,), None, None, EPSILON),
         "rms": lambda: F.rms_norm(x, (width,), weight, EPSILON),
-        "stream": lambda: F.rms_norm(x + x, (width,), weight, EPSILON),
+        "stream rms": lambda: F.rms_norm(x + x, (width,), weight, EPSILON),
+        "stream layer": lambda: F.layer_norm(x + x, (width,), weight, bias, EPSILON),
     }
     truth, above = whole[kind](), numbers(*TOKENS, width, seed=3)
     truth.backward(above)
@@ -52,11 +59,12 @@ def compare(kind: str, width: int, offset: float, recompute: bool) -> dict[str, 
         "layer": lambda: GridLayerNorm(w, b, columns, EPSILON),
         "layer without vectors": lambda: GridLayerNorm(None, None, columns, EPSILON),
         "rms": lambda: GridRMSNorm(w, columns, EPSILON),
-        "stream": lambda: GridStreamNorm(w, columns, EPSILON),
+        "stream rms": lambda: GridStreamRMSNorm(w, columns, EPSILON),
+        "stream layer": lambda: GridStreamLayerNorm(w, b, columns, EPSILON),
     }
     module: Any = made[kind]()
     module.recompute_output = recompute
-    found = module(mine, mine)[1] if kind == "stream" else module(mine)
+    found = module(mine, mine)[1] if kind.startswith("stream") else module(mine)
     again = tensor_metadata.read(found).recompute(None) if recompute else found
     found.backward(part(above, columns))
     pairs = {"out": (found, truth), "again": (again, truth), "x": (mine.grad, x.grad)}
@@ -68,7 +76,7 @@ def compare(kind: str, width: int, offset: float, recompute: bool) -> dict[str, 
     }
 
 
-@pytest.mark.parametrize("kind", ["layer", "layer without vectors", "rms", "stream"])
+@pytest.mark.parametrize("kind", ["layer", "layer without vectors", "rms", "stream rms", "stream layer"])
 @pytest.mark.parametrize(
     ("width", "offset", "bound"), [(6, 0.0, 1e-12), (7, 0.0, 1e-12), (4, 0.0, 1e-12), (7, 1e6, 1e-7)]
 )

@@ -17,7 +17,7 @@ from echelon.models.model_config import ModelConfig
 VOCAB_MULTIPLE = 64
 
 
-class GPTBlock(nn.Module):
+class PlainGPTBlock(nn.Module):
     """LayerNorm, one matrix for queries, keys and values, GELU, biases."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -29,13 +29,14 @@ class GPTBlock(nn.Module):
         self.up, self.down = nn.Linear(width, config.ffn), nn.Linear(config.ffn, width)
 
     def forward(self, x: Tensor, _rotation: None) -> Tensor:
-        heads = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1))
-        x = x + self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
+        parts = self.qkv(self.norm1(x)).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         out: Tensor = x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
         return out
 
 
-class LlamaBlock(nn.Module):
+class PlainLlamaBlock(nn.Module):
     """RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -72,7 +73,9 @@ class PlainModel(nn.Module):
         self.config = config
         self.embed = nn.Embedding(vocab, config.width)
         self.positions = nn.Embedding(config.max_seq_len, config.width) if is_gpt else None
-        self.blocks = nn.ModuleList((GPTBlock if is_gpt else LlamaBlock)(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(
+            (PlainGPTBlock if is_gpt else PlainLlamaBlock)(config) for _ in range(config.layers)
+        )
         self.norm = nn.LayerNorm(config.width) if is_gpt else nn.RMSNorm(config.width, config.epsilon)
         self.head = nn.Linear(config.width, vocab, bias=False)
         for parameter in self.parameters():

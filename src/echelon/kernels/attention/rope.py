@@ -32,11 +32,17 @@ def split_and_rotate_qkv(qkv: Tensor, rotation: Rotation, heads: int, kv_heads: 
     if dispatch.use_triton(qkv):
         q, k, v = _SplitAndRotateQKV.apply(qkv, *rotation, heads, kv_heads)
         return q, k, v
-    q, k, v = _split_qkv(qkv, heads, kv_heads)
+    q, k, v = _split_heads(qkv, heads, kv_heads)
     return apply_rotary(q, rotation), apply_rotary(k, rotation), v
 
 
-def _split_qkv(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def split_qkv(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v, each [B, heads, T, head_dim], from qkv [B, T, all heads]."""
+    q, k, v = _SplitQKV.apply(qkv, heads, kv_heads)
+    return q, k, v
+
+
+def _split_heads(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     split = qkv.unflatten(-1, (heads + 2 * kv_heads, -1)).transpose(1, 2)
     q, k, v = split.split((heads, kv_heads, kv_heads), dim=1)
     return q, k, v
@@ -53,7 +59,7 @@ class _SplitAndRotateQKV(Function):
         # `.data` hides the in-place change from autograd: the GEMM that made qkv does not save it.
         rotated = qkv.data.contiguous()
         apply_rotary_(rotated, cos, sin, heads + kv_heads, heads + 2 * kv_heads)
-        return _split_qkv(rotated, heads, kv_heads)
+        return _split_heads(rotated, heads, kv_heads)
 
     @staticmethod
     @once_differentiable
@@ -62,3 +68,15 @@ class _SplitAndRotateQKV(Function):
 
         dqkv, amax = rotary_backward(*gradients, *ctx.saved_tensors)
         return tensor_metadata.attach(dqkv, TensorMetadata(row_amax=amax)), None, None, None, None
+
+
+class _SplitQKV(Function):
+    """Views; backward writes the three gradients side by side, in the order in which the GEMM reads them."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        return _split_heads(qkv, heads, kv_heads)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return torch.cat([gradient.transpose(1, 2) for gradient in gradients], dim=2).flatten(2), None, None

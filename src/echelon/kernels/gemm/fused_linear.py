@@ -178,7 +178,8 @@ class _FusedLinear(Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = gradients
-        flat = tensor_metadata.attach(dy.reshape(-1, dy.shape[-1]), tensor_metadata.read(dy))
+        known = tensor_metadata.read(dy)
+        flat = tensor_metadata.attach(dy.reshape(-1, dy.shape[-1]), known)
         dx, weight_gradient = ctx.gemms.backward(flat, ctx.weight, ctx.grad_hook, ctx.needs_input_grad[0])
         dx = dx.view(ctx.shape) if dx is not None else None
         weight_gradients: list[Tensor | None] = [None] * len(ctx.weights)
@@ -193,5 +194,8 @@ class _FusedLinear(Function):
                 saved = ctx.gemms.save_recomputed(ctx.recompute(dx).reshape(-1, ctx.shape[-1]), saved)
             weight_gradients = write_gradient(ctx.weights, weight_gradient(saved))
         ctx.recompute = None  # it holds tensors that autograd does not know of
-        bias_gradients = flat.sum(0).split(ctx.bias_sizes) if ctx.bias_sizes else ()
+        bias_gradients: tuple[Tensor, ...] = ()
+        if ctx.bias_sizes:
+            sums = flat.sum(0) if known.column_sums is None else known.column_sums
+            bias_gradients = sums.split(ctx.bias_sizes)
         return dx, None, None, None, None, None, *weight_gradients, *bias_gradients

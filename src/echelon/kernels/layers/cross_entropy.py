@@ -22,6 +22,8 @@ from echelon.kernels.gemm.fused_linear import write_gradient
 from echelon.kernels.memory_limits import tokens_per_chunk
 
 IGNORE_INDEX = -100
+ALIGNED_ROWS = 64
+"""a vocabulary is padded to a multiple of this: 128 bytes of logits in 16 bits"""
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -63,14 +65,18 @@ def chunked_cross_entropy(
     """Return (sum of losses, its gradients for x [tokens, d], weight [V, d] and bias [V]).
 
     The gradients are empty without `backward`, that of the weight without `weight_grad`, that of the bias without one.
+
+    A vocabulary of an odd size is padded with rows of zeros: without aligned rows of logits the three GEMMs take five
+    times as long. `losses` sees the logits of the vocabulary alone: those of the padding, and their gradients, are 0.
     """
-    total = x.new_zeros((), dtype=_wide(x.dtype))
+    total, vocab = x.new_zeros((), dtype=_wide(x.dtype)), len(weight)
     dx = torch.empty_like(x) if backward else x.new_empty(0)
-    dw, db = weight.new_empty(0), weight.new_zeros(0 if bias is None else len(bias), dtype=total.dtype)
+    dw, db = weight.new_empty(0), weight.new_zeros(0 if bias is None else vocab, dtype=total.dtype)
+    weight, bias = pad_rows(weight), None if bias is None else pad_rows(bias)
     for start in range(0, len(x), chunk_tokens):
         hidden = x[start : start + chunk_tokens]
         logits = hidden @ weight.t() if bias is None else torch.addmm(bias, hidden, weight.t())
-        total += losses(logits, targets[start : start + chunk_tokens], backward).sum()
+        total += losses(logits[:, :vocab], targets[start : start + chunk_tokens], backward).sum()
         if not backward:
             continue
         torch.mm(logits, weight, out=dx[start : start + chunk_tokens])
@@ -84,8 +90,14 @@ def chunked_cross_entropy(
         else:
             _wide_addmm_(dw, logits.t(), hidden)
         if bias is not None:
-            db += logits.sum(0, dtype=db.dtype)
-    return total, dx, dw, db
+            db += logits[:, :vocab].sum(0, dtype=db.dtype)
+    return total, dx, dw[:vocab], db
+
+
+def pad_rows(matrix: Tensor) -> Tensor:
+    """A matrix, or a vector, whose number of rows GEMMs read fast: zeros follow, if some are missing."""
+    missing = -len(matrix) % ALIGNED_ROWS
+    return F.pad(matrix, (*[0] * (2 * matrix.dim() - 1), missing)) if missing else matrix
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -100,13 +100,21 @@ class GridRMSNorm(GridLayerNorm):
         return None, self.columns.axis.all_reduce((real * real).sum(-1, keepdim=True))
 
 
-class GridStreamNorm(GridRMSNorm):
-    """The norm of a residual stream after an addition: it returns both."""
+class NormOfStream(nn.Module):
+    """What a norm of a residual stream after an addition returns: both."""
 
-    def forward(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (x + delta, its norm)."""
         s = x if delta is None else x + delta
         return s, super().forward(s)
+
+
+class GridStreamRMSNorm(NormOfStream, GridRMSNorm):  # type: ignore[misc]
+    """RMSNorm of a residual stream."""
+
+
+class GridStreamLayerNorm(NormOfStream, GridLayerNorm):  # type: ignore[misc]
+    """LayerNorm of a residual stream."""
 
 
 @torch.no_grad()

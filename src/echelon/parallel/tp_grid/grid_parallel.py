@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from echelon.layout import Layout
 from echelon.layout.collective import Collective
 from echelon.layout.placement import Coordinates, DimSplit, LogicalParam
-from echelon.models import gpt, layers
+from echelon.models import layers
 from echelon.models.attention import AttentionContext
 from echelon.models.tp_splits import get_tp_split
 from echelon.parallel.comm.mesh_axis import MeshAxes
@@ -132,7 +132,7 @@ def _heads_problem(model: nn.Module, name: str, side: int) -> str:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    if type(module) in (nn.LayerNorm, gpt.LayerNorm, nn.RMSNorm):
+    if type(module) in (nn.LayerNorm, layers.LayerNorm, layers.ResidualLayerNorm, nn.RMSNorm):
         return len(cast("Any", module).normalized_shape) == 1
     return type(module) in (layers.RMSNorm, layers.ResidualRMSNorm)
 
@@ -226,13 +226,13 @@ class _GridSplitter(ModuleSplitter):
 
     def _norm(self, module: Any) -> nn.Module:
         columns = grid_norm.ColumnShards(self.grid.residual.column_axis, self.width)
+        is_stream = isinstance(module, layers.ResidualRMSNorm | layers.ResidualLayerNorm)
         if isinstance(module, nn.LayerNorm):
-            return grid_norm.GridLayerNorm(module.weight, module.bias, columns, module.eps)
-        if isinstance(module, nn.RMSNorm):
-            return grid_norm.GridRMSNorm(module.weight, columns, module.eps)
-        is_stream = isinstance(module, layers.ResidualRMSNorm)
-        norm_class = grid_norm.GridStreamNorm if is_stream else grid_norm.GridRMSNorm
-        return norm_class(module.weight, columns, module.epsilon)
+            with_bias = grid_norm.GridStreamLayerNorm if is_stream else grid_norm.GridLayerNorm
+            return with_bias(module.weight, module.bias, columns, module.eps)
+        epsilon = module.eps if isinstance(module, nn.RMSNorm) else module.epsilon
+        without_bias = grid_norm.GridStreamRMSNorm if is_stream else grid_norm.GridRMSNorm
+        return without_bias(module.weight, columns, epsilon)
 
     def _positions(self, name: str, module: nn.Module) -> None:
         residual = self.grid.residual
