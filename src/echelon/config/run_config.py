@@ -52,6 +52,8 @@ class Config:
     precision: sections.PrecisionConfig = field(default_factory=sections.PrecisionConfig)
     kernels: Literal["auto", "plain"] = "auto"
     """Fused kernels on a GPU, or plain torch operators everywhere, for comparison."""
+    cuda_graphs: Literal["auto", "on", "off"] = "auto"
+    """Launch a step on one GPU as one graph: our own models where the host is too slow, any model, or none."""
     compress: Literal["none", "lossless", "lossless+fp16", "lossless+fp8", "lossless+int8"] = "none"
     """Compression of saved activations: none, lossless, or lossless with values in fewer bits."""
     lora: sections.LoRAConfig = field(default_factory=sections.LoRAConfig)

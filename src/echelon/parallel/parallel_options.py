@@ -13,6 +13,7 @@ from echelon.precision import fp8_linear
 
 CHOICES = {
     "kernels": ("auto", "plain"),
+    "cuda_graphs": ("auto", "on", "off"),
     "matmul_precision": ("same", *fp8_linear.FP8_RECIPES),
     "compress": compression_cost.COMPRESSIONS,
 }
@@ -36,6 +37,8 @@ class ParallelOptions:
     """precision of the linear layers inside the layers: the compute dtype, or 8 bits (`fp8`, `fp8-row`)"""
     kernels: str = "auto"
     """`auto` uses our Triton kernels on a GPU, `plain` uses torch operators everywhere"""
+    cuda_graphs: str = "auto"
+    """`auto` captures launch-bound steps of our own models on one GPU, `on` those of any model (graphed_step.py)"""
     compress: str = compression_cost.NONE
     """compression of saved tensors (`lossless`, `lossless+fp8`): memory/compression/cost.py"""
     seed: int = 0

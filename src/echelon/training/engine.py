@@ -65,6 +65,7 @@ from echelon.training.batch_sharding import Batch, BatchSharder, Microbatch
 from echelon.training.engine_options import validate_engine
 from echelon.training.generate import next_token_logits
 from echelon.training.grad_norm import GradientNorm, clip_factor
+from echelon.training.graphed_step import GraphedForwardBackward, why_not_graphed
 from echelon.training.guard.nan_debug import NonfiniteLocator, NonfiniteReport
 from echelon.training.logging.expert_load_counter import ExpertLoadCounter, experts_per_moe_layer
 from echelon.training.loss_normalizer import LossNormalizer
@@ -131,6 +132,7 @@ class Engine:
         options = replace(options, optimizer_bytes_per_element=state_bytes, updates_on_device=on_device)
 
         # What must be read from the full model, before ranks keep their parts of it.
+        self.is_built_in = model_config_of(model) is not None
         self.param_names = tuple(name for name, _ in model.named_parameters())
         self.adapted_linears = adapted_names(model)
         """the linears with LoRA adapters"""
@@ -161,8 +163,14 @@ class Engine:
         self.expert_loads = ExpertLoadCounter(self.parallel, num_experts)
         self.num_steps = 0
 
-        self.forward_backward: ForwardBackward = self._pipeline_step if self.pipeline else self._accumulate_gradients
-        """forward and backward of a step; the replay check takes its place and calls it (guard/replay_check.py)"""
+        self.eager_forward_backward: ForwardBackward = (
+            self._pipeline_step if self.pipeline else self._accumulate_gradients
+        )
+        """forward and backward of a step, kernel by kernel"""
+        self.forward_backward: ForwardBackward = self.eager_forward_backward
+        """that, or what takes its place: a CUDA graph (graphed_step.py), a check (guard/replay_check.py)"""
+        if not why_not_graphed(self):
+            self.forward_backward = GraphedForwardBackward(self)
         self._rehearsal = step_strategies.MemoryBudgetRehearsal(self)
         self._first_microbatch_hooks = (self._rehearsal, step_strategies.TargetEstimate(self))
         self._run_step: Callable[[Iterable[Microbatch], float], StepResult] = self._synchronous_step
@@ -214,22 +222,29 @@ class Engine:
     def _accumulate_gradients(self, microbatches: Iterable[Microbatch], lr: float) -> Tensor:
         """Forward and backward, microbatch by microbatch; totals are over all ranks under UpdateInBackward."""
         totals = torch.zeros(2, dtype=torch.float64, device=self.parallel.options.device)
-        sharded_model = self.parallel.sharded_model
         for index, microbatch in enumerate(microbatches):
             is_last = index == self.layout.accumulate - 1
-            sharded_model.begin_microbatch(first=index == 0, last=is_last)
-            with explain_freed_params():
-                with self.parallel.saved_tensor_context():
-                    total, count = check_loss_output(self.model(**self.prepare(microbatch)))
-                totals[0] += total.detach()
-                totals[1] += count
-                if is_last:
-                    self.update_strategy.before_last_backward(totals, lr)
-                self.recorder.enter_phase("backward")
-                if total.requires_grad:
-                    total.backward(self.normalizer.backward_seed.to(total.dtype).expand_as(total))
-            sharded_model.end_microbatch()
+            inputs, seed = self.prepare(microbatch), self.normalizer.backward_seed
+            self.run_microbatch(inputs, totals, seed, lr, first=index == 0, last=is_last)
         return totals
+
+    def run_microbatch(
+        self, inputs: Batch, totals: Tensor, seed: Tensor, lr: float, *, first: bool = True, last: bool = True
+    ) -> None:
+        """Forward and backward of prepared inputs, from a gradient of the loss sum; adds its own to `totals`."""
+        sharded_model = self.parallel.sharded_model
+        sharded_model.begin_microbatch(first=first, last=last)
+        with explain_freed_params():
+            with self.parallel.saved_tensor_context():
+                total, count = check_loss_output(self.model(**inputs))
+            totals[0] += total.detach()
+            totals[1] += count
+            if last:
+                self.update_strategy.before_last_backward(totals, lr)
+            self.recorder.enter_phase("backward")
+            if total.requires_grad:
+                total.backward(seed.to(total.dtype).expand_as(total))
+        sharded_model.end_microbatch()
 
     def _pipeline_step(self, microbatches: Iterable[Microbatch], lr: float) -> Tensor:
         assert self.pipeline is not None

@@ -77,6 +77,16 @@ class GradReduction:
             self.buffer.free()
             self._shard = None
 
+    def detach(self) -> tuple[Tensor | None, Tensor | None]:
+        """Free the gradients for the group alone: return the buffer and the shard, which live on."""
+        tensors = self.buffer.tensor, self._shard
+        self.free()
+        return tensors
+
+    def attach(self, buffer: Tensor | None, shard: Tensor | None) -> None:
+        """Take a buffer and a shard that hold the gradients of a step."""
+        self.buffer.tensor, self._shard = buffer, shard
+
     def begin_step(self) -> None:
         if self.offloaded is not None:
             self.offloaded.grads.begin_step()

@@ -89,7 +89,7 @@ class ReplayCheck:
         exact = not config.tolerance and engine.parallel.options.device.type == "cuda"
         self._kernels = deterministic_kernels if exact else nullcontext
         self._probed = False
-        self._forward_backward, engine.forward_backward = engine.forward_backward, self
+        self._forward_backward, engine.forward_backward = engine.eager_forward_backward, self
 
     def __call__(self, microbatches: Iterable[Microbatch], lr: float) -> Tensor:
         engine, microbatches = self._engine, list(microbatches)
