@@ -68,10 +68,10 @@ def main() -> None:
             compiled(residual_norm_triton._norm_backward, 8, {"EACH": 63, "HAS_STREAM": has, **kind})
             compiled(residual_norm_triton._norm_recompute, 4, kind)
         compiled(swiglu_triton._swiglu_backward, 8, {"WIDTH": 8192, "OUTPUT": has, **block})
-        logits = {"WIDTH": 128_256, "IGNORED": -100, "BACKWARD": has, "BLOCK": 8192}
+        logits = {"WIDTH": 128_256, "READABLE": 128_256, "IGNORED": -100, "BACKWARD": has, "BLOCK": 8192}
         compiled(cross_entropy_triton._loss_and_gradient, 16, logits, targets_ptr="*i64")
     compiled(gelu_triton._gelu_forward, 4, block)
-    compiled(gelu_triton._gelu_backward, 8, {"EACH": 63, **block})
+    compiled(gelu_triton._gelu_backward, 4, {"EACH": 63, "ROWS": 8, "COLUMNS": 256})
     compiled(swiglu_triton._swiglu_forward, 8, {"WIDTH": 8192, **block})
     compiled(cross_entropy_triton._loss_scaled, 4, block, x_ptr="*fp32")
     heads = {"HEADS": 32, "HALF": 64, "HEAD_BLOCK": 32, "HALF_BLOCK": 64}

@@ -21,8 +21,8 @@ from echelon.training.engine import Engine
 pytest.importorskip("triton")
 MODEL = replace(model_config.find_model("llama-tiny"), layers=2, vocab=67)
 TIED = replace(model_config.find_model("gpt-tiny"), layers=2, vocab=67, tied=True, dropout=0.0)
-PRODUCTS = {"llama": 4, "gpt": 6}
-"""of a layer: with biases q, k and v stay apart, otherwise they are one product, and gate and up another"""
+PRODUCTS = {"llama": 4, "gpt": 4}
+"""of a layer: q, k and v are one product, as are gate and up"""
 BOUND = 2e-4 if ON_GPU else 2e-5
 """of float32 after two updates"""
 

@@ -59,7 +59,8 @@ def persistent_grid(num_rows: int, block: int, device: torch.device) -> tuple[in
 
     Tuned on an H200: wide rows are faster with fewer threads that hold more elements each.
     """
-    warps, per_sm = (8, 4) if block <= 2048 else (4, 3) if block <= 4096 else (8, 2)
+    narrow = (4, 8) if block <= 1024 else (8, 4)
+    warps, per_sm = narrow if block <= 2048 else (4, 3) if block <= 4096 else (8, 2)
     if device.type != "cuda":  # Triton's interpreter
         return min(num_rows, 3), warps
     return min(num_rows, per_sm * torch.cuda.get_device_properties(device).multi_processor_count), warps

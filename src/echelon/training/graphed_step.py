@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from echelon import compat
 from echelon.layout import Layout
+from echelon.rng import RandomSite
 from echelon.training.batch_sharding import Batch, Microbatch
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def why_not_graphed(engine: Engine) -> str:
         "compression packs tensors in Python": options.compress != "none",
         "updates run inside backward": rule.in_backward,
         "dropout draws other numbers in every step": any(
-            isinstance(module, nn.Dropout) and module.p > 0 for module in engine.model.modules()
+            isinstance(module, RandomSite) and getattr(module, "p", 1.0) > 0 for module in engine.model.modules()
         ),
         "sizes of experts' inputs depend on values": bool(engine.expert_loads.num_experts),
         "Python of other models may change from step to step": not engine.is_built_in and options.cuda_graphs != "on",

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from echelon.kernels.layers.cross_entropy import IGNORE_INDEX
+from echelon.kernels.layers.cross_entropy import ALIGNED_ROWS, IGNORE_INDEX
 
 BLOCK = 8192
 """logits that a program loads at a time"""
@@ -17,9 +17,10 @@ SCALE_BLOCK = 2048
 
 @triton.jit
 def _loss_and_gradient(
-    logits_ptr, targets_ptr, losses_ptr, stride, WIDTH: tl.constexpr, IGNORED: tl.constexpr, BACKWARD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits_ptr, targets_ptr, losses_ptr, stride, WIDTH: tl.constexpr, READABLE: tl.constexpr, IGNORED: tl.constexpr,
+    BACKWARD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Memory is read and written up to READABLE: a mask that ends at an odd width would split vectors of elements."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     target = tl.load(targets_ptr + row)
@@ -28,15 +29,15 @@ def _loss_and_gradient(
         if BACKWARD:
             for start in range(0, WIDTH, BLOCK):
                 column = start + tl.arange(0, BLOCK)
-                tl.store(logits_ptr + column, tl.zeros((BLOCK,), logits_ptr.dtype.element_ty), mask=column < WIDTH)
+                tl.store(logits_ptr + column, tl.zeros((BLOCK,), logits_ptr.dtype.element_ty), mask=column < READABLE)
         return
     # The running maximum, and in each lane the sum of exponentials relative to it.
     peak = float("-inf")
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, WIDTH, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        x = tl.load(logits_ptr + column, mask=column < WIDTH, other=float("-inf"), eviction_policy="evict_last")
-        wide = x.to(tl.float32)
+        x = tl.load(logits_ptr + column, mask=column < READABLE, other=float("-inf"), eviction_policy="evict_last")
+        wide = tl.where(column < WIDTH, x.to(tl.float32), float("-inf"))
         higher = tl.maximum(peak, tl.max(wide, axis=0))
         shift = tl.where(higher == float("-inf"), 0.0, higher)  # all logits so far are -inf
         total = total * tl.exp(peak - shift) + tl.exp(wide - shift)
@@ -50,9 +51,10 @@ def _loss_and_gradient(
         share = 1.0 / denominator
         for start in range(0, WIDTH, BLOCK):
             column = start + tl.arange(0, BLOCK)
-            mask = column < WIDTH
+            mask = column < READABLE
             x = tl.load(logits_ptr + column, mask=mask, other=float("-inf"), eviction_policy="evict_first")
-            gradient = tl.exp(x.to(tl.float32) - peak) * share - tl.where(column == target, 1.0, 0.0)
+            wide = tl.where(column < WIDTH, x.to(tl.float32), float("-inf"))
+            gradient = tl.exp(wide - peak) * share - tl.where(column == target, 1.0, 0.0)
             tl.store(
                 logits_ptr + column, gradient.to(logits_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first"
             )
@@ -73,10 +75,16 @@ def scale_into(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
 
 
 def cross_entropy_rows(logits: Tensor, targets: Tensor, backward: bool) -> Tensor:
-    """Return the cross entropy of each row; with `backward` overwrite the logits with its gradient."""
+    """Return the cross entropy of each row; with `backward` overwrite the logits with its gradient.
+
+    Elements between a row's end and the next row may be overwritten with 0.
+    """
     out = logits.new_empty(len(logits), dtype=torch.float32)
+    stride, width = logits.stride(0), logits.shape[1]
+    readable = triton.cdiv(width, ALIGNED_ROWS) * ALIGNED_ROWS
     _loss_and_gradient[(len(logits),)](
-        logits, targets, out, logits.stride(0),
-        WIDTH=logits.shape[1], IGNORED=IGNORE_INDEX, BACKWARD=backward, BLOCK=BLOCK, num_warps=16,
+        logits, targets, out, stride,
+        WIDTH=width, READABLE=readable if readable <= stride else width, IGNORED=IGNORE_INDEX, BACKWARD=backward,
+        BLOCK=BLOCK, num_warps=16,
     )  # fmt: skip
     return out

@@ -49,5 +49,5 @@ class _GELU(Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         from echelon.kernels.layers.gelu_triton import backward
 
-        dx, amax, sums = backward(gradients[0], *ctx.saved_tensors)
-        return tensor_metadata.attach(dx, TensorMetadata(row_amax=amax, column_sums=sums))
+        dx, sums = backward(gradients[0], *ctx.saved_tensors)
+        return tensor_metadata.attach(dx, TensorMetadata(column_sums=sums))
