@@ -33,11 +33,11 @@ def _gelu_forward(x_ptr, out_ptr, amax_ptr, width, BLOCK: tl.constexpr):
 def _gelu_backward(
     dout_ptr, x_ptr, dx_ptr, parts_ptr, rows, width, EACH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """A program goes through some of the rows, a tile at a time, and keeps the sums of its columns."""
+    """A program goes through some of the rows, a tile at a time, and adds up its tiles: their columns once, at the end."""
     program = tl.program_id(1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
-    sums = tl.zeros((COLUMNS,), dtype=tl.float32)
+    sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for step in range(EACH):
         row = (program + step * tl.num_programs(1)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         mask = (row < rows)[:, None] & inside[None, :]
@@ -48,9 +48,9 @@ def _gelu_backward(
         r = 1.0 / (tl.exp(2.0 * BETA * (x + KAPPA * x * x * x)) + 1.0)
         slope = (1.0 - r) * (1.0 + 2.0 * r * x * BETA * (1.0 + 3.0 * KAPPA * x * x))
         dx = (dout * slope).to(dx_ptr.dtype.element_ty)
-        sums += tl.sum(dx.to(tl.float32), axis=0)
+        sums += dx.to(tl.float32)
         tl.store(dx_ptr + at, dx, mask=mask)
-    tl.store(parts_ptr + program.to(tl.int64) * width + column, sums, mask=inside)
+    tl.store(parts_ptr + program.to(tl.int64) * width + column, tl.sum(sums, axis=0), mask=inside)
 
 
 def forward(x: Tensor) -> tuple[Tensor, Tensor]:
