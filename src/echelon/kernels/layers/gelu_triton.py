@@ -33,7 +33,7 @@ def _gelu_forward(x_ptr, out_ptr, amax_ptr, width, BLOCK: tl.constexpr):
 def _gelu_backward(
     dout_ptr, x_ptr, dx_ptr, parts_ptr, rows, width, EACH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """A program goes through some of the rows, a tile at a time, and adds up its tiles: their columns once, at the end."""
+    """A program goes through some of the rows tile by tile, and adds the tiles up: their columns once, at the end."""
     program = tl.program_id(1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
