@@ -19,7 +19,11 @@ def packages(tmp_path, monkeypatch):
     for name in ("torchtitan", "torchdata", "torchao", "transformers"):
         (tmp_path / "packages" / name).mkdir(parents=True)
         (tmp_path / "packages" / name / "__init__.py").touch()
-    monkeypatch.setattr(peers, "_can_import", lambda name, folder: bool(folder) and (Path(folder) / name).is_dir())
+
+    def can_import(name: str, folder: str) -> bool:
+        return name == "torch" or (bool(folder) and (Path(folder) / name).is_dir())
+
+    monkeypatch.setattr(peers, "_can_import", can_import)
     monkeypatch.chdir(tmp_path)
     return str(tmp_path / "packages")
 
@@ -30,24 +34,25 @@ def who(found):
 
 def test_a_gpu_with_peers(packages):
     found = plan_measurements(BenchOptions(peers=packages), H200)
-    for_1b = [("bf16", "echelon", "none"), ("bf16", "torchtitan", "none"), ("bf16", "transformers", "none")]
+    for_gpt2 = [("bf16", "echelon", "none"), ("bf16", "compiled", "none"), ("fp8", "echelon", "ops")]
+    for_1b = [("bf16", name, "none") for name in ("echelon", "compiled", "torchtitan", "transformers")]
     for_1b += [("fp8", "echelon", "ops"), ("fp8", "torchtitan", "none")]
-    assert who(found)[:5] == [("1b", *row) for row in for_1b]
+    assert who(found)[:9] == [("gpt2", *row) for row in for_gpt2] + [("1b", *row) for row in for_1b]
     assert who(found)[-1] == ("8b", "fp8", "torchtitan", "full")
-    assert len(found.measurements) == 15
+    assert len(found.measurements) == 21
     assert found.left_out == {}
     assert {(request.device, request.peer_folder) for request in found.measurements} == {("cuda", packages)}
 
 
 def test_a_cpu_has_one_small_shape(packages):
     found = plan_measurements(BenchOptions(peers=packages), CPU)
-    assert who(found) == [("tiny", "fp32", "echelon", "none"), ("tiny", "fp32", "transformers", "none")]
+    assert who(found) == [("tiny", "fp32", name, "none") for name in ("echelon", "compiled", "transformers")]
     assert found.left_out == {"torchtitan": "its recipe runs on CUDA only"}
 
 
 def test_missing_peers_are_listed(packages):
     found = plan_measurements(BenchOptions(shapes="1b"), H200)
-    assert [one[2] for one in who(found)] == ["echelon", "echelon"]
+    assert [one[2] for one in who(found)] == ["echelon", "compiled", "echelon"]
     assert found.left_out == {
         "torchtitan": "not installed (torchtitan, torchdata)",
         "torchtitan in fp8": "not installed (torchtitan, torchdata, torchao)",
@@ -66,7 +71,8 @@ def test_the_folder_of_this_directory_is_found(packages):
 def test_shapes_that_cannot_fit_are_left_out_unless_asked_for(packages):
     small = BenchDevice(device_type="cuda", name="NVIDIA A100", memory=80 << 30)
     found = plan_measurements(BenchOptions(), small)
-    assert [(one[0], one[1]) for one in who(found)] == [("1b", "bf16"), ("3b", "bf16")]
+    ours = [(one[0], one[1]) for one in who(found) if one[2] == "echelon"]
+    assert ours == [("gpt2", "bf16"), ("1b", "bf16"), ("3b", "bf16")]
     assert found.left_out["8b"] == "requires 120 GiB, and NVIDIA A100 has 80"
     assert "8b" in [one[0] for one in who(plan_measurements(BenchOptions(shapes="8b"), small))]
 

@@ -161,7 +161,11 @@ def plan_measurements(options: BenchOptions, device: BenchDevice, *, quick: bool
             ours = _measurement(shape, precision, options, device, quick)
             recompute = options.recompute if options.recompute in peers.PEER_RECOMPUTE else shape.peer_recompute
             theirs = replace(ours, recompute=recompute, states="float32")
-            others = [peer for peer in against if peer.precision == precision_family(precision)]
+            others = [
+                peer
+                for peer in against
+                if peer.precision == precision_family(precision) and shape.model.family in peer.families
+            ]
             measurements += [ours, *(replace(theirs, who=peer.name, precision=peer.precision) for peer in others)]
     return BenchPlan(measurements=tuple(dict.fromkeys(measurements)), left_out=left_out)
 

@@ -34,12 +34,16 @@ REFERENCE_SHAPES = {
     shape.name: shape
     for shape in (
         ReferenceShape(name="tiny", size="llama-tiny", seq_len=128, batch=8),
+        ReferenceShape(name="gpt2", size="gpt2-124m", seq_len=1024, batch=64),
+        ReferenceShape(name="gpt2-x8", size="gpt2-124m", seq_len=1024, batch=8),
+        ReferenceShape(name="gpt2-350m", size="gpt2-350m", seq_len=1024, batch=32),
+        ReferenceShape(name="gpt2-1.5b", size="gpt2-1.5b", seq_len=1024, batch=16),
         ReferenceShape(name="1b", size="llama-1b", seq_len=4096, batch=8),
         ReferenceShape(name="3b", size="llama-3b", seq_len=4096, batch=4, recompute="ops"),
         ReferenceShape(name="8b", size="llama-8b", seq_len=8192, batch=1, recompute="ops", peer_recompute="full"),
     )
 }
-CPU_SHAPES, CUDA_SHAPES = ("tiny",), ("1b", "3b", "8b")
+CPU_SHAPES, CUDA_SHAPES = ("tiny",), ("gpt2", "1b", "3b", "8b")
 """the default shapes"""
 
 

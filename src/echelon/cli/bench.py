@@ -41,14 +41,19 @@ def command(
     cluster: Annotated[
         str, optional("Cluster file that describes this machine's devices, if they are no known kind.", metavar="FILE")
     ] = "",
-    shapes: Annotated[str, optional("Model shapes: tiny, 1b, 3b, 8b. Default: those that fit; tiny on a CPU.")] = "",
+    shapes: Annotated[
+        str,
+        optional(
+            "Model shapes: tiny, gpt2, gpt2-x8, gpt2-350m, gpt2-1.5b, 1b, 3b, 8b. Default: those that fit; tiny on a CPU."
+        ),
+    ] = "",
     precision: Annotated[
         str, optional("GEMM precisions: fp32, bf16, fp8, fp8-row. Default: those the device supports.")
     ] = "",
     peers: Annotated[
         str, typer.Option(metavar="DIR", help="Unpacked wheels of peers. Default: .peers, if it exists.")
     ] = "",
-    against: Annotated[str, optional("Peers to run: torchtitan, transformers, or none. Default: all.")] = "",
+    against: Annotated[str, optional("Peers to run: compiled, torchtitan, transformers, or none. Default: all.")] = "",
     steps: Annotated[int | None, optional("Timed steps. Default: 8.")] = None,
     states: Annotated[
         str, optional("Dtype of our AdamW's moments. Default: float32.", metavar="float32|bfloat16")

@@ -30,6 +30,8 @@ class Peer:
     """packages that it requires; the first one's version is reported"""
     prepare: str = "prepare"
     """the function of the module that builds a step"""
+    families: tuple[str, ...] = ("llama",)
+    """of models that it has"""
 
     def missing(self, folder: str) -> list[str]:
         """Required packages that neither the folder nor this environment has."""
@@ -37,6 +39,8 @@ class Peer:
 
 
 PEERS = (
+    Peer(name="compiled", precision="bf16", device_type="cuda", packages=("torch",), families=("gpt", "llama")),
+    Peer(name="compiled", precision="fp32", device_type="cpu", packages=("torch",), families=("gpt", "llama")),
     Peer(name="torchtitan", precision="bf16", device_type="cuda", packages=("torchtitan", "torchdata")),
     Peer(
         name="torchtitan",

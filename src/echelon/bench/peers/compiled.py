@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from echelon.bench.measurement import Measurement
 from echelon.bench.step_timing import StepFunction, random_tokens, training_step
@@ -66,9 +67,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class PlainModel(nn.Module):
     """A decoder that returns its mean loss."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, recompute: bool = False) -> None:
+        """`recompute`: every block is checkpointed."""
         super().__init__()
-        is_gpt = config.family == "gpt"
+        is_gpt, self.recompute = config.family == "gpt", recompute
         vocab = -(-config.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         self.config = config
         self.embed = nn.Embedding(vocab, config.width)
@@ -92,7 +94,7 @@ class PlainModel(nn.Module):
         else:
             rotation = self._rotation(tokens)
         for block in self.blocks:
-            x = block(x, rotation)
+            x = checkpoint(block, x, rotation, use_reentrant=False) if self.recompute else block(x, rotation)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
     def _rotation(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,7 +109,7 @@ def prepare(measurement: Measurement) -> StepFunction:
     if config.family not in ("gpt", "llama") or config.moe is not None or config.mla is not None:
         raise ValueError(f"the plain loop has no such model ({config.name}); use --against none")
     with torch.device(measurement.device):
-        model = PlainModel(config)
+        model = PlainModel(config, recompute=measurement.recompute == "full")
     tokens, targets = random_tokens(measurement)
     run = torch.compile(model) if measurement.device == "cuda" else model
 
