@@ -43,9 +43,7 @@ def command(
     ] = "",
     shapes: Annotated[
         str,
-        optional(
-            "Model shapes: tiny, gpt2, gpt2-x8, gpt2-350m, gpt2-1.5b, 1b, 3b, 8b. Default: those that fit; tiny on a CPU."
-        ),
+        optional("Shapes: tiny, gpt2, gpt2-x8, gpt2-350m, gpt2-1.5b, 1b, 3b, 8b. Default: what fits."),
     ] = "",
     precision: Annotated[
         str, optional("GEMM precisions: fp32, bf16, fp8, fp8-row. Default: those the device supports.")
