@@ -164,6 +164,13 @@ class Scenario(TrainingSetup):
         return self.shape.dropout or (uneven and not self.on_gpu)
 
     @property
+    def is_graphed(self) -> bool:
+        """Whether a launch-bound step runs as a CUDA graph (training/graphed_step.py)."""
+        layout = self.layout
+        is_plain = layout.world == layout.accumulate == 1 and layout.offload == "none" and layout.recompute != "budget"
+        return self.has_kernels and is_plain and not self.shape.experts and not self.shape.dropout
+
+    @property
     def runnable(self) -> bool:
         """Whether `train` runs it."""
         return not self.refusal

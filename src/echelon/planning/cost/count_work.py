@@ -60,6 +60,9 @@ def _microbatch_work(scenario: Scenario) -> step_work.MicrobatchWork:
     flops = 2.0 * tokens * shape.width * vocab
     # A traced module may have no head.
     edge_flops = 2.0 * (shape.width * vocab + tokens * vocab + tokens * shape.width) if flops else 0.0
+    # The fused loss pads its vocabulary (kernels/layers/cross_entropy.py); slices of one are as tp divides them.
+    sizes = (shape.width, vocab) if tp > 1 or not scenario.has_kernels else (shape.width,)
+    misaligned = _unloadable_flops(scenario, flops, *sizes)
     return step_work.MicrobatchWork(
         device=_device_rates(scenario),
         program=PROGRAMS.index("plain" if scenario.runs_operators else scenario.program),
@@ -69,9 +72,8 @@ def _microbatch_work(scenario: Scenario) -> step_work.MicrobatchWork:
         is_trained=0.0 if scenario.lora_rank else 1.0,
         expert_gemms=expert_gemms,
         router_flops=router_flops,
-        head_gemm=step_work.GemmWork(
-            flops=flops, edge_flops=edge_flops, misaligned_flops=_unloadable_flops(scenario, flops, shape.width, vocab)
-        ),
+        is_launched=0.0 if scenario.is_graphed else 1.0,
+        head_gemm=step_work.GemmWork(flops=flops, edge_flops=edge_flops, misaligned_flops=misaligned),
         loss_bytes=tokens * vocab * _logit_traffic(scenario),
         attention=_attention_work(scenario),
         elementwise=elementwise_traffic(scenario),

@@ -173,6 +173,8 @@ class MicrobatchWork:
     """index into PROGRAMS"""
     num_layers: Number
     num_moe_layers: Number
+    is_launched: Number
+    """0 where a CUDA graph launches the step at once"""
     is_trained: Number
     """0 where weights are frozen: their GEMMs run twice and not three times"""
     dense_gemms: GemmWork
