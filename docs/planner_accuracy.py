@@ -70,7 +70,6 @@ OWN = {
     "best_attention": "fitted to steps on one H200",
     "blackwell_attention": "taken to be the same",
     "memory_bandwidth": "fitted to steps on one H200",
-    "blockwise_attention": "measured: ring attention's blocks on one H200",
     "expert_edge": "that of other GEMMs; steps of MoE models agree",
     "launch_experts": "counted: kernels of an MoE layer, 6 µs of the host each",
     "cast_bytes": "counted with each kernel instead",
