@@ -53,6 +53,8 @@ def columns() -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     rows.append(("runs that ran and are predicted to fit", *empty, percent(seen["fits"])))
     regret = "regret in the layout study: how much slower the layout ranked first was than the best measured"
     rows.append((regret, *empty, percent(seen["regret"][STUDY])))
+    regrets = list(seen["regret"].values())
+    rows.append((f"regret, mean over {len(regrets)} sources", *empty, percent(sum(regrets) / len(regrets))))
     return ("", *(f"{name} left out" for name in left), "fitted"), rows
 
 

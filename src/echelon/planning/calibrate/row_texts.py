@@ -93,7 +93,9 @@ def named_program(row: Mapping[str, str]) -> str:
     return next((program for program, words in PROGRAM_WORDS if re.search(words, text)), "")
 
 
-_PAIRED = r"(?<!no )(?<!without )\b(?:dualpipe|1f1b-overlap(?!-)|(?:ep|moe|a2a|ep-a2a|moe-a2a)-overlap|overlap-moe-expert)"
+_PAIRED = (
+    r"(?<!no )(?<!without )\b(?:dualpipe|1f1b-overlap(?!-)|(?:ep|moe|a2a|ep-a2a|moe-a2a)-overlap|overlap-moe-expert)"
+)
 """how sources write that all-to-alls run beside the compute of another microbatch; their words, joined"""
 
 
