@@ -209,7 +209,8 @@ def _exposed_ep_time(work: StepWork, rates: ReachedRates, c: Constants, computes
     alone = seconds * c.ep_exposed
     beside = exposed_time(seconds, rates.hides_communication * computes) + c.contention * np.minimum(seconds, computes)
     in_pairs = np.where(ep.pairs_microbatches > 0, 1 - np.minimum(1, pipeline.pp / pipeline.num_microbatches), 0.0)
-    return alone - in_pairs * np.maximum(0.0, alone - beside)
+    exposed: Number = alone - in_pairs * np.maximum(0.0, alone - beside)
+    return exposed
 
 
 def _p2p_time(work: StepWork, rates: ReachedRates) -> Number:
