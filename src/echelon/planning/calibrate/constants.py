@@ -98,7 +98,7 @@ class Constants:
     """of MoE models"""
     spread_own: float = 0.11
     """of Echelon on one device, whose kernels were measured"""
-    spread_far: float = 1.16
+    spread_far: float = 1.2
     """times as wide if nothing near was measured (confidence.py): as of programs that were left out, to sources"""
 
 
