@@ -24,7 +24,6 @@ from __future__ import annotations
 import csv
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,11 +33,9 @@ from echelon.planning.calibrate.constants import FITTED_CONSTANTS
 from echelon.planning.cluster.device_kinds import DEVICE_KINDS
 from echelon.planning.cost.expert_traffic import LEAF_NODES, _inter_node_share
 from echelon.planning.cost.reached_rates import ReachedRates, reached_rates
-from echelon.planning.cost.step_time import _exposed_ep_time
 from echelon.planning.cost.step_work import GENERATIONS, DeviceRates, ExpertTraffic
 
 TABLE = Path(__file__).parents[2] / "bench" / "published" / "collectives.csv"
-ALL_EXPOSED = replace(FITTED_CONSTANTS, ep_exposed=1.0)
 LARGE, SMALL = 256e6, 1 << 20
 
 
@@ -85,7 +82,7 @@ class Measured:
                 num_collectives=1,
                 num_messages=self.gpus - ranks,
             )
-            seconds = _exposed_ep_time(SimpleNamespace(ep=ep), rates, ALL_EXPOSED)
+            seconds = rates.all_to_all_time(ep)
         else:
             latency = rates.group_latency(ranks, nodes, reduces_all=self.op == "all_reduce")
             seconds = wire / rates.group_bandwidth(nodes == 1, ranks, nodes) + latency

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from echelon.planning.calibrate.row_texts import device_kind, link_bandwidth, named_program
+from echelon.planning.calibrate.row_texts import device_kind, link_bandwidth, named_program, pairs_microbatches
 
 
 @pytest.mark.parametrize(
@@ -100,3 +100,21 @@ def test_watts_in_a_name_are_those_of_the_device():
 )
 def test_a_program_is_what_a_row_states_or_names(texts, program):
     assert named_program(texts) == program
+
+
+@pytest.mark.parametrize(
+    ("texts", "pairs"),
+    [
+        ({"note": "dispatcher DeepEP; +1f1b overlap"}, True),
+        ({"note": "moe_a2a_overlap"}, True),
+        ({"note": "EP A2A overlap"}, True),
+        ({"note": "--overlap-moe-expert-parallel-comm"}, True),
+        ({"schedule": "DualPipe"}, True),
+        ({"note": "no EP overlap"}, False),
+        ({"note": "1f1b overlap-grad-reduce, tp-comm-overlap on"}, False),
+        ({"note": "comm overlap; dispatcher DeepEP"}, False),
+        ({}, False),
+    ],
+)
+def test_microbatches_run_in_pairs_where_a_row_says_so(texts, pairs):
+    assert pairs_microbatches(texts) == pairs

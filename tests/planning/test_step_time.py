@@ -119,6 +119,20 @@ def test_all_to_all_takes_the_slower_link_messages_and_the_routes_beyond_a_leaf(
     assert one.all_to_all_time(far) == pytest.approx(seconds)
 
 
+def test_all_to_alls_beside_another_microbatch_slow_its_compute() -> None:
+    """But those of the first passes of a step and of its last, which have no other beside them."""
+    layout = "dp=8,pp=8,ep=8,schedule=interleaved,vpp=4,microbatch=2,accumulate="
+    alone, paired, short = (
+        work("64xh100", layout + more, "mixtral-8x7b", pairs_microbatches=pairs)
+        for more, pairs in (("128", False), ("128", True), ("8", True))
+    )
+    seconds, share = float(rates(alone).all_to_all_time(alone.microbatch.ep)), 1 - 8 / 128
+    exposed = seconds * C.ep_exposed
+    assert microbatch_time(alone, C).ep == microbatch_time(short, C).ep == pytest.approx(exposed)
+    hidden = (1 - share) * exposed + share * seconds * C.contention
+    assert microbatch_time(paired, C).ep == pytest.approx(hidden, rel=0.02)
+
+
 def test_tokens_beyond_a_leaf_switch_are_counted() -> None:
     small, large = (work(f"{n}xh100", f"dp={n},ep={n},microbatch=1", "deepseek-v3").microbatch.ep for n in (64, 256))
     assert small.leaf_bytes == large.leaf_bytes == 0  # up to 32 nodes

@@ -64,6 +64,9 @@ class TrainingSetup:
     """factor on all times: measured over predicted seconds of an earlier run (correction.py)"""
     host_share: float | None = None
     """with `offload`, share of the optimizer state on the host; None: as little as a GPU's memory requires"""
+    pairs_microbatches: bool = False
+    """whether all-to-alls of experts run beside the compute of another microbatch, as in DualPipe and Megatron-Core's
+    overlapped 1F1B; Echelon's do not"""
     imbalance: float = DEFAULT_IMBALANCE
     """max/mean expert load across ep ranks"""
     optimizer: UpdateRule | None = None

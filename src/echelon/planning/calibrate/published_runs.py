@@ -23,6 +23,7 @@ These rules fill blank columns from the other columns of a row, for every source
     schedule            interleaved where vpp > 1, 1F1B otherwise
     devices per node    8
     imbalance           1: MoE benchmarks balance their tokens
+    all-to-all          beside the compute of another microbatch if a text says so, else a share of it exposed
 """
 
 from __future__ import annotations
@@ -42,7 +43,13 @@ from echelon.models.attention_config import MLAConfig
 from echelon.models.model_spec import ModelSpec, MoESpec
 from echelon.planning.calibrate.best_choice import best_choice
 from echelon.planning.calibrate.programs import reduced_gradient_bytes
-from echelon.planning.calibrate.row_texts import device_kind, gemm_precision, link_bandwidth, named_program
+from echelon.planning.calibrate.row_texts import (
+    device_kind,
+    gemm_precision,
+    link_bandwidth,
+    named_program,
+    pairs_microbatches,
+)
 from echelon.planning.cluster.cluster import DISK_BANDWIDTH, HOST_MEMORY, Cluster, NodeGroup
 from echelon.planning.cluster.device_kinds import GIB, DeviceKind
 from echelon.planning.cost.expert_traffic import choose_ep_inner
@@ -155,6 +162,7 @@ def parse_run(row: Mapping[str, str]) -> PublishedRun:
         attention_kernel=attention,
         fused_norms=_fuses_norms(row.get("kernel", ""), program),
         program=program,
+        pairs_microbatches=pairs_microbatches(row),
         imbalance=1.0,
         reduce_bytes=_reduce_bytes(note, zero, precision, program, device),
     )

@@ -40,6 +40,7 @@ def expert_traffic(scenario: Scenario) -> ExpertTraffic:
         leaf_bytes=beyond_leaf,
         num_collectives=num_collectives,
         num_messages=num_messages,
+        pairs_microbatches=scenario.pairs_microbatches,
     )
 
 

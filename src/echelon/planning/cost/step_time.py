@@ -130,10 +130,12 @@ def microbatch_time(work: StepWork, c: Constants = FITTED_CONSTANTS) -> Microbat
     gemms += m.router_flops / (device.peak_flops_16bit * ROUTER_PEAK_SHARE)
     attention = _attention_time(m, rates, c, profile)
     attention_backward = np.where(m.attention.kernel >= FLASH1, FLASH_BACKWARD_RATIO, UNFUSED_BACKWARD_RATIO)
+    expert_gemms = _gemm_time(m.expert_gemms, c.expert_edge, rates.gemm_flops, c)
+    computes = (1 + GEMM_BACKWARD_RATIO) * (gemms + expert_gemms) + (1 + attention_backward) * attention
     head = _gemm_time(m.head_gemm, c.edge, rates.gemm_flops_16bit, c)
     return MicrobatchTime(
         gemms=gemms,
-        expert_gemms=_gemm_time(m.expert_gemms, c.expert_edge, rates.gemm_flops, c),
+        expert_gemms=expert_gemms,
         is_trained=m.is_trained,
         attention=attention,
         attention_backward_ratio=attention_backward,
@@ -143,7 +145,7 @@ def microbatch_time(work: StepWork, c: Constants = FITTED_CONSTANTS) -> Microbat
         kernel_launches=(c.launch * profile.host * m.num_layers + c.launch_experts * m.num_moe_layers) * m.is_launched,
         head=head + m.loss_bytes / device.memory_bandwidth,
         tp=_exposed_tp_time(m, rates, profile, gemms),
-        ep=_exposed_ep_time(m, rates, c),
+        ep=_exposed_ep_time(work, rates, c, computes),
         cp=cp_time(m, rates, attention, attention_backward * attention).total,
         pp=_p2p_time(work, rates),
     )
@@ -196,8 +198,19 @@ def _exposed_tp_time(work: MicrobatchWork, rates: ReachedRates, profile: Program
     return (seconds - beside) * exposed_share + overlapped
 
 
-def _exposed_ep_time(work: MicrobatchWork, rates: ReachedRates, c: Constants) -> Number:
-    return rates.all_to_all_time(work.ep) * c.ep_exposed
+def _exposed_ep_time(work: StepWork, rates: ReachedRates, c: Constants, computes: Number) -> Number:
+    """Time the all-to-alls of experts that compute does not hide.
+
+    Where microbatches run in pairs, one computes while tokens of the other are on their way, and is slowed by it. The
+    first forwards of a step and the last backwards have no other beside them: as many as stages, whatever their chunks.
+    """
+    ep, pipeline = work.microbatch.ep, work.pipeline
+    seconds = rates.all_to_all_time(ep)
+    alone = seconds * c.ep_exposed
+    beside = exposed_time(seconds, rates.hides_communication * computes) + c.contention * np.minimum(seconds, computes)
+    in_pairs = np.where(ep.pairs_microbatches > 0, 1 - np.minimum(1, pipeline.pp / pipeline.num_microbatches), 0.0)
+    exposed: Number = alone - in_pairs * np.maximum(0.0, alone - beside)
+    return exposed
 
 
 def _p2p_time(work: StepWork, rates: ReachedRates) -> Number:

@@ -125,6 +125,8 @@ class ExpertTraffic:
     num_collectives: Number = 0
     num_messages: Number = 0
     """to ranks of other nodes"""
+    pairs_microbatches: Number = False
+    """1 where they run beside the compute of another microbatch"""
 
 
 @dataclass(frozen=True, kw_only=True)
