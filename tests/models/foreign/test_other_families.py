@@ -17,7 +17,7 @@ from echelon.layout import Layout
 from echelon.models.foreign.causal_lm import adapt, build_causal_lm, build_on_meta
 from echelon.models.foreign.float64_casts import float64_casts
 from echelon.models.foreign.hf_source import read_hf_source
-from echelon.models.foreign.refused_layouts import find_hf_layout_issues, find_layout_issues
+from echelon.parallel.refused_layouts import find_hf_layout_issues, find_layout_issues
 from echelon.verification.verifier import Verifier
 from echelon.verification.verify_case import VerifyCase
 
