@@ -67,7 +67,7 @@ def _apply_to_foreign_model(context: TransformContext, model: ForeignCausalLM) -
             f"{plan.problem}; use cp=1"
         )
     cp_context = ContextParallel(model, layout, context.axes, context.options.device)
-    cp_context.sequences = sequences = SequenceGather(cp_context, 2 + len(model.layer_stack.hidden_shape))
+    cp_context.sequences = sequences = SequenceGather(cp_context, model.layer_stack)
     divided = DividedSequences(
         sequences=sequences,
         full_layers=frozenset(plan.gathered_layers(model)),

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from echelon.models.foreign.layer_stack import HIDDEN
+from echelon.models.foreign.layer_stack import HIDDEN, LayerStack
 from echelon.parallel.comm.autograd_collective import with_backward
 from echelon.parallel.comm.mesh_axis import MeshAxis
 from echelon.parallel.cp.sequence_plan import is_hidden
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 class SequenceGather:
     """One rank's full sequences, of its slices and those of the other cp ranks."""
 
-    def __init__(self, context: ContextParallel, hidden_dims: int):
-        self.context, self.hidden_dims = context, hidden_dims
+    def __init__(self, context: ContextParallel, stack: LayerStack):
+        self.context, self.layer_names, self.hidden_dims = context, stack.layer_names, 2 + len(stack.hidden_shape)
         self.inside = False
         """a gathered module runs: its tensors are of full sequences"""
         self.modules: list[str] = []
@@ -87,10 +87,10 @@ class SequenceGather:
         """Give a module full sequences."""
         self.modules.append(name)
         rows = [child for child in module.modules() if isinstance(child, ReducedLinear)] if sequence_parallel else []
-        if len(rows) > 1:
+        if len(rows) > 1 or (sequence_parallel and name in self.layer_names):
             raise ValueError(
-                f"context parallelism gathers sequences for {type(module).__name__}, in which sequence parallelism "
-                f"divides them {len(rows)} times; use sp=0, or cp=1"
+                f"context parallelism gathers sequences for all of {type(module).__name__}, in which sequence "
+                "parallelism divides them; use sp=0, or cp=1"
             )
         module.register_forward_pre_hook(self._enter_at_row if rows else self._enter, with_kwargs=True)
         if rows:
