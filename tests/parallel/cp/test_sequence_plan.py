@@ -15,6 +15,7 @@ from echelon.layout import Layout
 from echelon.models.foreign.causal_lm import adapt, build_causal_lm
 from echelon.models.foreign.hf_source import read_hf_source
 from echelon.parallel.cp import sequence_plan
+from echelon.parallel.cp.sequence_gather import SequenceGather
 from echelon.parallel.cp.sequence_plan import plan_sequences
 from echelon.parallel.refused_layouts import find_layout_issues
 from echelon.verification.verifier import Verifier
@@ -146,6 +147,13 @@ def test_tokens_that_meet_elsewhere_get_full_sequences(kind: str, pool: RankPool
             assert "use sp=0, or cp=1" in verdict.trouble
         else:
             assert verdict.passed, verdict.trouble or verdict
+
+
+def test_a_whole_layer_is_refused_under_sequence_parallelism() -> None:
+    """Even one of which tp divides nothing: it is given slices of the rank's tokens."""
+    gather = SequenceGather(None, adapt(build_family("llama")).layer_stack)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="use sp=0, or cp=1"):
+        gather.attach("model.layers.0", torch.nn.Linear(2, 2), sequence_parallel=True)
 
 
 def test_logits_that_need_other_tokens_are_refused() -> None:
