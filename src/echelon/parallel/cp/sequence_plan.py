@@ -39,7 +39,7 @@ from echelon.models.foreign.full_tables import FullTable
 from echelon.models.foreign.layer_probe import implementations
 from echelon.models.foreign.layer_stack import LayerCall
 from echelon.models.forward_parts.module_shell import make_shell
-from echelon.parallel.cp.token_limits import find_token_limits, shorten
+from echelon.parallel.cp.token_limits import SHORT, find_token_limits, shorten
 from echelon.parallel.tp.derive_regions import layer_signature, random_copy
 from echelon.parallel.tp.shrunken_twin import shrunken_twin
 
@@ -79,8 +79,9 @@ def plan_sequences(model: ForeignCausalLM) -> SequencePlan:
     if not model.logit_map.divides_tokens:
         return SequencePlan(problem="its logits of a token depend on other tokens")
     limits, failure = find_token_limits(model.config), ""
-    # A class may refuse a short limit. Then each is left out in turn, and at last all are.
-    for left_out in (set[str](), *({key} for key in limits), set(limits)):
+    # A class may refuse a short limit. Then each is left out in turn, those of positions are, and at last all are.
+    positions = {key for key, value in limits.items() if value == SHORT["position"]}
+    for left_out in (set[str](), *({key} for key in limits), positions, set(limits)):
         short = {key: value for key, value in limits.items() if key not in left_out}
         twin = shrunken_twin(model, partial(shorten, limits=short)) or (None if short else model)
         if twin is None:
