@@ -18,28 +18,27 @@ LAYOUTS = (
     *("dp=2", "dp=2,zero=3", "tp=2,sp=0", "tp=2", "pp=2,accumulate=2", "dp=2,tp=2,pp=2,zero=1"),
     *("cp=2", "dp=2,ep=2"),
 )
-OTHER_LAYOUTS = tuple(layout for layout in LAYOUTS if layout != "cp=2")
 
 REFUSALS = ("use cp=1", "has no experts", "one by one, but")
 
 
 def columns() -> tuple[list[str], list[list[str]]]:
     """Headings, and for each family the largest error of each layout and the modules that tp leaves whole."""
-    return _table(RESULTS, LAYOUTS)
+    return _table(RESULTS)
 
 
 def other_columns() -> tuple[list[str], list[list[str]]]:
     """The same of the other families."""
-    return _table(OTHERS, OTHER_LAYOUTS)
+    return _table(OTHERS)
 
 
-def _table(path: Path, layouts: tuple[str, ...]) -> tuple[list[str], list[list[str]]]:
+def _table(path: Path) -> tuple[list[str], list[list[str]]]:
     results = json.loads(path.read_text(encoding="utf-8"))
     rows = [
-        [f"`{name}`", *(found["layouts"][layout] for layout in layouts), ", ".join(found["whole"]) or "nothing"]
+        [f"`{name}`", *(found["layouts"][layout] for layout in LAYOUTS), ", ".join(found["whole"]) or "nothing"]
         for name, found in results.items()
     ]
-    return ["family", *(f"`{layout}`" for layout in layouts), "whole under tp"], rows
+    return ["family", *(f"`{layout}`" for layout in LAYOUTS), "whole under tp"], rows
 
 
 def measure(names: list[str]) -> None:
@@ -54,14 +53,11 @@ def measure(names: list[str]) -> None:
     others = [name for name in other_families() if names == ["others"] or name in names]
     failures = []
     with RankPool() as pool, tempfile.TemporaryDirectory() as folder:
-        for path, layouts, chosen, write in (
-            (RESULTS, LAYOUTS, listed, write_family),
-            (OTHERS, OTHER_LAYOUTS, others, write_other_family),
-        ):
+        for path, chosen, write in ((RESULTS, listed, write_family), (OTHERS, others, write_other_family)):
             results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
             for name in chosen:
                 model = f"hf:{write(name, Path(folder) / name)}"
-                results[name], failed = _verify(model, layouts, pool)
+                results[name], failed = _verify(model, pool)
                 failures += [f"{name} fails on {failure}" for failure in failed]
                 path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
                 print(name, *results[name]["layouts"].values(), flush=True)
@@ -69,7 +65,7 @@ def measure(names: list[str]) -> None:
         raise SystemExit("\n".join(failures))
 
 
-def _verify(model: str, layouts: tuple[str, ...], pool: Any) -> tuple[dict[str, Any], list[str]]:
+def _verify(model: str, pool: Any) -> tuple[dict[str, Any], list[str]]:
     from echelon.layout import Layout
     from echelon.models.foreign.causal_lm import build_causal_lm
     from echelon.models.foreign.hf_source import read_hf_source
@@ -78,7 +74,7 @@ def _verify(model: str, layouts: tuple[str, ...], pool: Any) -> tuple[dict[str, 
     from echelon.verification.verify_case import VerifyCase
 
     verifier, passed, failed = Verifier(pool, VerifyCase(model=model, steps=3, seq_len=17)), {}, []
-    for layout in layouts:
+    for layout in LAYOUTS:
         verdict = verifier.verify_layout(Layout.parse(layout))
         is_refused = any(words in verdict.trouble for words in REFUSALS)
         failed += [] if verdict.passed or is_refused else [f"{layout}: {verdict}"]

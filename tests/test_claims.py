@@ -142,12 +142,16 @@ CLAIMS: dict[str, tuple[Check, ...]] = {
     "A branch on anything else is refused": (
         asserted_in("planning/test_trace_module.py", "test_branches_on_other_values_are_refused_with_their_place"),
     ),
-    "Context parallelism is refused where an embedding depends on other tokens": (
+    "Context parallelism is refused where logits of a token depend on those of others": (
+        asserted_in("parallel/cp/test_sequence_plan.py", "test_logits_that_need_other_tokens_are_refused"),
+    ),
+    "and where a layer does not run alone": (
+        asserted_in("parallel/cp/test_sequence_plan.py", "test_a_model_that_no_trial_can_run_is_refused"),
+    ),
+    '"-" is refused before the first step': (
         asserted_in(
-            "parallel/cp/test_sequence_plan.py",
-            "test_an_embedding_that_needs_other_tokens_is_refused",
-            "test_logits_that_need_other_tokens_are_refused",
-            "test_tokens_that_meet_elsewhere_get_full_sequences",
+            "models/foreign/test_other_families.py",
+            "test_layers_that_cannot_run_alone_are_refused_with_the_reason",
         ),
     ),
     "A whole layer that gets full sequences is incompatible with `tp` and `sp=1`": (

@@ -63,6 +63,10 @@ OTHERS = [
     ("biogpt", "pp=2,accumulate=2"),
     ("roformer", "pp=2,accumulate=2"),
     ("deepseek_v4", "tp=2"),
+    ("deepseek_v4", "cp=2"),
+    ("openai-gpt", "cp=2"),
+    ("bart", "cp=2,tp=2"),
+    ("roberta", "cp=2,pp=2,accumulate=2"),
 ]
 """each was wrong, or raised, before a change of the mechanism"""
 
@@ -84,7 +88,7 @@ def verify(
     packed: bool = False,
     **changes: Any,
 ) -> bool:
-    folder = write_family(name, folder, **changes) if name in FAMILIES else write_other_family(name, folder)
+    folder = (write_family if name in FAMILIES else write_other_family)(name, folder, **changes)
     case = VerifyCase(model=f"hf:{folder}", steps=steps, seq_len=17, packed=packed)
     verdict = Verifier(pool, case, leave_out).verify_layout(Layout.parse(layout))
     assert not verdict.trouble, verdict.trouble
@@ -98,6 +102,29 @@ def test_a_foreign_model_computes_what_one_device_does(name: str, layout: str, p
     assert verify(name, layout, pool, tmp_path)
 
 
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+}
+LIMITS: dict[str, dict[str, Any]] = {
+    "phi3": {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 16},
+    "llama4_text": {"floor_scale": 10},
+}
+"""scales that change where the tokens of a trial end, and before those of the sequence do"""
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_scales_that_follow_from_the_length_are_those_of_full_sequences(
+    name: str, pool: RankPool, tmp_path: Path
+) -> None:
+    """The second rank has no token beyond the limit of `phi3`."""
+    assert verify(name, "cp=2", pool, tmp_path, steps=1, **LIMITS[name])
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(("name", "layout"), [(name, layout) for name in FAMILIES for layout in columns(name)])
 def test_every_family_on_every_axis(name: str, layout: str, pool: RankPool, tmp_path: Path) -> None:
@@ -105,7 +132,7 @@ def test_every_family_on_every_axis(name: str, layout: str, pool: RankPool, tmp_
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("layout", [*DENSE, "dp=2,ep=2"])
+@pytest.mark.parametrize("layout", [*DENSE, "cp=2", "dp=2,ep=2"])
 @pytest.mark.parametrize("name", other_families())
 def test_every_other_family_on_every_axis(name: str, layout: str, pool: RankPool, tmp_path: Path) -> None:
     """It computes what one device does, or is refused in one sentence."""

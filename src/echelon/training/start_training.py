@@ -14,8 +14,8 @@ from echelon.faults.graceful_stop import EXIT_STATUS
 from echelon.faults.injection_spec import Injection
 from echelon.layout import Layout, ValidationError, ValidationIssue
 from echelon.models.foreign.hf_source import is_hf_model
-from echelon.models.foreign.refused_layouts import find_hf_layout_issues
 from echelon.models.user_model import factory_spec, refuse_while_loading
+from echelon.parallel.refused_layouts import find_hf_layout_issues
 from echelon.training.run.run_dir import Run
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from echelon.launch.scratch_dir import ScratchFolder
 from echelon.layout import Layout
 from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.models.foreign.hf_source import is_hf_model
-from echelon.models.foreign.refused_layouts import find_hf_layout_issues
 from echelon.models.model_config import ModelConfig
+from echelon.parallel.refused_layouts import find_hf_layout_issues
 from echelon.pipeline.schedules import updates_per_step
 from echelon.verification.as_configured import DerivedTolerance, num_draws, reference_errors
 from echelon.verification.compare import Difference, RankReport, run_and_compare

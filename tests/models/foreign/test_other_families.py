@@ -14,10 +14,10 @@ from other_families import write_other_family
 from echelon.checkpoint.hf.foreign_weights import init_from_hf_dir
 from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
-from echelon.models.foreign.causal_lm import adapt, build_causal_lm, build_on_meta
+from echelon.models.foreign.causal_lm import DividedSequences, adapt, build_causal_lm, build_on_meta
 from echelon.models.foreign.float64_casts import float64_casts
 from echelon.models.foreign.hf_source import read_hf_source
-from echelon.models.foreign.refused_layouts import find_hf_layout_issues, find_layout_issues
+from echelon.parallel.refused_layouts import find_hf_layout_issues, find_layout_issues
 from echelon.verification.verifier import Verifier
 from echelon.verification.verify_case import VerifyCase
 
@@ -109,6 +109,18 @@ def test_a_head_inside_a_module_with_a_bias_is_found(tmp_path: Path) -> None:
     assert logits.divides_vocab
 
 
+def test_logits_are_mapped_without_the_values_of_weights(tmp_path: Path) -> None:
+    """Streams of hidden states are wider than embeddings; tables of positions are parameters; a probe leaves LongRoPE's
+    frequencies on the meta device."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    write_family("phi3", tmp_path / "phi3", rope_parameters=rope, original_max_position_embeddings=16)
+    for kind in ("qwen4_exp_text", "marian"):
+        write_other_family(kind, tmp_path / kind)
+    for folder in sorted(tmp_path.iterdir()):
+        assert build_causal_lm(read_hf_source(f"hf:{folder}")).logit_map.divides_tokens, folder.name
+
+
 @pytest.mark.parametrize(("kind", "counts_from_zero"), [("roberta", False), ("bert", True), ("bart", False)])
 def test_positions_are_handed_in_where_a_class_counts_as_we_do(
     kind: str, counts_from_zero: bool, tmp_path: Path
@@ -132,6 +144,28 @@ def test_tables_stay_as_the_layers_had_them(tmp_path: Path) -> None:
     long = model.model.rotary_emb.inv_freq.clone()
     model.layer_stack.head(model, torch.zeros(1, 4, 32, dtype=torch.float64))
     assert torch.equal(model.model.rotary_emb.inv_freq, long)
+
+
+def test_layers_that_read_tokens_get_those_of_full_sequences(tmp_path: Path) -> None:
+    """DeepSeek V4 routes the first layers by a table of tokens, under context parallelism too."""
+    model = build("deepseek_v4", tmp_path)
+    tokens, local = torch.arange(3, 11).view(1, 8), [0, 1, 6, 7]
+
+    class Sequences:
+        length, local_length = 8, 4
+
+        def gather(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.arange(8).view(1, 8) if x.equal(torch.tensor([local])) else tokens
+
+    divided: Any = DividedSequences(
+        sequences=Sequences(),  # type: ignore[arg-type]
+        full_layers=frozenset({0, 1}),
+        full_embedding=False,
+        full_tables=False,
+    )
+    model.divided = divided
+    calls = model._layer_calls(tokens[:, local], None, torch.tensor([local]))
+    assert [call.kwargs["input_ids"].tolist() for call in calls] == [tokens.tolist()] * 2 + [[[3, 4, 9, 10]]] * 2
 
 
 def test_integer_tables_are_read_from_weights(tmp_path: Path) -> None:

@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 import torch
 from foreign_families import build_family
+from other_families import write_other_family
 
 from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
-from echelon.models.foreign.causal_lm import adapt
+from echelon.models.foreign.causal_lm import adapt, build_causal_lm
+from echelon.models.foreign.hf_source import read_hf_source
+from echelon.parallel.cp import sequence_plan
+from echelon.parallel.cp.sequence_gather import SequenceGather
 from echelon.parallel.cp.sequence_plan import plan_sequences
+from echelon.parallel.refused_layouts import find_layout_issues
 from echelon.verification.verifier import Verifier
 from echelon.verification.verify_case import VerifyCase
 
@@ -35,6 +40,25 @@ def test_the_plan_of_a_family(name: str) -> None:
     plan = plan_sequences(adapt(build_family(name)))
     assert not plan.problem
     assert (len(plan.cores), [path.rpartition(".")[2] for path in plan.gathered]) == PLANS[name]
+    assert not plan.gathers_embedding
+    assert not plan.gathers_positions
+
+
+OTHER_PLANS: dict[str, tuple[int, list[str]]] = {
+    "mpt": (0, ["attn"] * 4),  # its forward does not run without masks
+    "roformer": (0, ["attention"] * 4),  # a table of positions that no rotary embedding is
+    "xlstm": (0, ["mlstm_layer"] * 4),  # its forward cuts the sequence if a limit is short
+    "nemotron_h": (1, ["mixer"]),  # layers in which no token meets another
+    "llama4_text": (0, ["self_attn"] * 4),  # experts that return their tokens as one list
+    "deepseek_v4": (0, ["0", "1", "2", "self_attn"]),  # residual streams, and layers that read tokens
+}
+
+
+@pytest.mark.parametrize("name", OTHER_PLANS)
+def test_the_plan_of_another_family(name: str, tmp_path: Path) -> None:
+    plan = plan_sequences(build_causal_lm(read_hf_source(f"hf:{write_other_family(name, tmp_path)}")))
+    assert not plan.problem
+    assert (len(plan.cores), [path.rpartition(".")[2] for path in plan.gathered]) == OTHER_PLANS[name]
 
 
 CLASSES = """
@@ -107,6 +131,7 @@ CUSTOM = {
     "layer": ([], ["model.layers.0", "model.layers.1"]),
     "mask": ([], ["model.layers.0.self_attn", "model.layers.1.self_attn"]),
     "sinks": (["model.layers.0.self_attn", "model.layers.1.self_attn"], []),
+    "embedding": (["model.layers.0.self_attn", "model.layers.1.self_attn"], []),
 }
 
 
@@ -123,6 +148,7 @@ def test_tokens_that_meet_elsewhere_get_full_sequences(kind: str, pool: RankPool
     path, model = write_model(kind, tmp_path)
     plan = plan_sequences(model)
     assert (list(plan.cores), list(plan.gathered)) == CUSTOM[kind]
+    assert plan.gathers_embedding == (kind == "embedding")
     for layout in ("cp=2", "cp=2,tp=2,sp=0", "cp=2,tp=2"):
         case = VerifyCase(model=f"{path}:build", batch_function=f"{path}:batch", steps=1)
         verdict = Verifier(pool, case).verify_layout(Layout.parse(layout))
@@ -132,15 +158,29 @@ def test_tokens_that_meet_elsewhere_get_full_sequences(kind: str, pool: RankPool
             assert verdict.passed, verdict.trouble or verdict
 
 
-def test_an_embedding_that_needs_other_tokens_is_refused(tmp_path: Path) -> None:
-    plan = plan_sequences(write_model("embedding", tmp_path)[1])
-    assert plan.problem == "its embedding takes no positions, and depends on them"
+def test_a_whole_layer_is_refused_under_sequence_parallelism() -> None:
+    """Even one of which tp divides nothing: it is given slices of the rank's tokens."""
+    gather = SequenceGather(None, adapt(build_family("llama")).layer_stack)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="use sp=0, or cp=1"):
+        gather.attach("model.layers.0", torch.nn.Linear(2, 2), sequence_parallel=True)
 
 
 def test_logits_that_need_other_tokens_are_refused() -> None:
     model = adapt(build_family("llama"))
     model.logit_map = type(model.logit_map)(divides_vocab=True)
     assert plan_sequences(model).problem == "its logits of a token depend on other tokens"
+    (issue,) = find_layout_issues(model, Layout.parse("cp=2"))
+    assert str(issue) == ("cp=2 cannot divide LlamaForCausalLM: its logits of a token depend on other tokens; use cp=1")
+
+
+def test_a_model_that_no_trial_can_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapt(build_family("llama"))
+
+    def fail(*_args: Any, **_options: Any) -> Any:
+        raise RuntimeError("no positions")
+
+    monkeypatch.setattr(sequence_plan, "_plan_layers", fail)
+    assert plan_sequences(model).problem == "its layers do not run alone (no positions)"
 
 
 def test_a_long_window_is_tried_as_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,12 @@ from echelon.models.foreign.document_masks import keeps_documents_apart
 from echelon.models.foreign.embedding_reads import reads_embedding
 from echelon.models.foreign.float64_casts import float64_casts
 from echelon.models.foreign.foreign_experts import ForeignExperts, is_experts
+from echelon.models.foreign.full_tables import FullSequences, FullTable
 from echelon.models.foreign.functional_dropout import SITES, add_sites, counter_dropout
 from echelon.models.foreign.hf_source import HFSource, check_model_type, quiet_transformers
 from echelon.models.foreign.init_rules import materialize_buffers, move_to_meta, record_init
 from echelon.models.foreign.language_head import LanguageHead, LogitMap, try_logit_map
-from echelon.models.foreign.layer_probe import find_layer_stack, implementations
+from echelon.models.foreign.layer_probe import find_layer_stack, implementations, prepare_tables
 from echelon.models.foreign.layer_stack import LayerCall, LayerStack, split_hidden
 from echelon.models.foreign.router_loss import FLAG, KeepsRouterLogits, RouterLoss, RoutingSums, find_router_loss
 from echelon.models.foreign.unfuse import PartInit, unfuse
@@ -87,25 +88,15 @@ def exact_casts_and_dropout(module: nn.Module) -> Iterator[None]:
         yield
 
 
-class FullSequences(Protocol):
-    """The sequences of which this rank has a part."""
-
-    @property
-    def length(self) -> int:
-        """Tokens of the current ones."""
-        ...
-
-    def gather(self, x: Tensor) -> Tensor:
-        """[sequences, local tokens, ...] to [sequences, all tokens, ...]."""
-        ...
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DividedSequences:
-    """Which layers know of more tokens than this rank's."""
+    """What knows of more tokens than this rank's."""
 
-    full_layers: frozenset[int]
     sequences: FullSequences
+    full_layers: frozenset[int]
+    full_embedding: bool
+    full_tables: bool
+    """tables outside of the layers are given the positions of all tokens"""
 
 
 class ForeignCausalLM(nn.Module):
@@ -275,8 +266,16 @@ class ForeignCausalLM(nn.Module):
 
     def _embed(self, tokens: Tensor, documents: Tensor | None, positions: Tensor | None) -> Tensor:
         """The input of the first layer."""
-        placed = self._positions(tokens, documents, positions) if self.layer_stack.takes_positions else {}
-        return self.run_embedding(lambda: self.layer_stack.embed(self, input_ids=tokens, **placed))
+
+        def embed(tokens: Tensor, positions: Tensor | None) -> Tensor:
+            placed = self._positions(tokens, documents, positions) if self.layer_stack.takes_positions else {}
+            return self.layer_stack.embed(self, input_ids=tokens, **placed)
+
+        if self.divided is None or not self.divided.full_embedding:
+            return self.run_embedding(lambda: embed(tokens, positions))
+        assert positions is not None
+        sequences, every = self.divided.sequences, positions.expand(len(tokens), -1)
+        return self.run_embedding(lambda: sequences.run_full(embed, tokens, every))
 
     def forward_as_written(self, **kwargs: Any) -> Any:
         """Call transformers' forward without the hooks of the module; it adds no balance loss unless it is asked to."""
@@ -287,11 +286,6 @@ class ForeignCausalLM(nn.Module):
     def _positions(self, tokens: Tensor, documents: Tensor | None, positions: Tensor | None) -> dict[str, Tensor]:
         """`position_ids`, where they are not the usual ones."""
         if positions is None and documents is not None:
-            if not self.layer_stack.takes_positions:
-                raise ValueError(
-                    f"{type(self).__name__} counts tokens by rules of its own, so that each sequence must be one "
-                    "document; use data.mask_documents=false"
-                )
             positions = document_positions(tokens, documents)
         return {} if positions is None else {"position_ids": positions.expand(len(tokens), -1)}
 
@@ -311,46 +305,41 @@ class ForeignCausalLM(nn.Module):
         divided = self.divided
         if divided is None:
             placed = self._positions(tokens, documents, positions)
-            return self._contexts((len(tokens), tokens.shape[1]), tokens.device, placed, tokens)
+            return self._contexts(tokens, placed)
         assert positions is not None
         calls: dict[int, LayerCall] = {}
         if len(divided.full_layers) < self.layer_stack.num_layers:
             context = AttentionContext(positions, documents)
+            names = self.layer_stack.tables if divided.full_tables else ()
+            tables = {name: FullTable(self.get_submodule(name), divided.sequences) for name in names}
             with implementations(self.config, attention=CORE_ATTENTION):
-                local = self._contexts(
-                    (len(tokens), tokens.shape[1]), tokens.device, self._position_ids(positions, len(tokens))
-                )
+                local = self._contexts(tokens, self._position_ids(positions, len(tokens)), tables)
             calls |= {
                 i: replace(call, kwargs={**call.kwargs, CONTEXT_ARGUMENT: context}) for i, call in enumerate(local)
             }
         if divided.full_layers:
-            placed = self._position_ids(divided.sequences.gather(positions), len(tokens))
-            full = self._contexts((len(tokens), divided.sequences.length), tokens.device, placed)
+            gather, shape = divided.sequences.gather, (len(tokens), divided.sequences.length)
+            every = gather(tokens) if self.layer_stack.needs_tokens else tokens.new_zeros(shape)
+            full = self._contexts(every, self._position_ids(gather(positions), len(tokens)))
             calls |= {i: full[i] for i in divided.full_layers}
         return [calls[i] for i in range(self.layer_stack.num_layers)]
 
     def _contexts(
-        self,
-        shape: tuple[int, int],
-        device: torch.device,
-        placed: Mapping[str, Tensor],
-        tokens: Tensor | None = None,
+        self, tokens: Tensor, placed: Mapping[str, Tensor], tables: Mapping[str, nn.Module] | None = None
     ) -> list[LayerCall]:
         weight = next(parameter for parameter in self.parameters() if parameter.is_floating_point())
-        like = torch.zeros(
-            (*shape, self.layer_stack.embedding_size), dtype=self.context_dtype or weight.dtype, device=device
-        )
-        return self.layer_stack.contexts(self, like, tokens, **placed)
+        shape = (*tokens.shape, self.layer_stack.embedding_size)
+        like = torch.zeros(shape, dtype=self.context_dtype or weight.dtype, device=tokens.device)
+        return self.layer_stack.contexts(self, like, tokens, tables=tables, **placed)
 
     def _position_ids(self, positions: Tensor, rows: int) -> dict[str, Tensor]:
         return {"position_ids": positions.expand(rows, -1)} if self.layer_stack.takes_positions else {}
 
-    def divide_sequences(self, cores: Iterable[str], full_layers: Iterable[int], sequences: FullSequences) -> None:
-        """Run on parts of sequences: these modules attend by cores, these layers get the arguments of all tokens."""
+    def divide_sequences(self, cores: Iterable[str], divided: DividedSequences) -> None:
+        """Run on parts of sequences: these modules attend by cores, others get the arguments of all tokens."""
         self.require_layers("context parallelism", "cp=1")
         install_cores(self, cores)
-        self.divided = DividedSequences(frozenset(full_layers), sequences)
-        self.runs_by_layer = True
+        self.divided, self.runs_by_layer = divided, True
 
     reads_embedding = False
     """arguments of layers follow from the embedding"""
@@ -358,6 +347,11 @@ class ForeignCausalLM(nn.Module):
     """attention does not cross documents that are packed into one sequence"""
 
     def _check_documents(self, documents: Tensor | None) -> None:
+        if documents is not None and not self.layer_stack.takes_positions:
+            raise ValueError(
+                f"{type(self).__name__} counts tokens by rules of its own, so that each sequence must be one "
+                "document; use data.mask_documents=false"
+            )
         if documents is not None and not self.keeps_documents:
             raise ValueError(
                 f"{type(self).__name__} lets tokens attend to other documents of their sequence, whose masks it does "
@@ -468,7 +462,7 @@ def adapt(model: nn.Module) -> Any:
         twin = derive_class(own(model.config), ForeignCausalLM)  # its layers are found without computing anything
     adapted = derive_class(model, ForeignCausalLM)
     stack = adapted.layer_stack = find_layer_stack(twin)
-    materialize_buffers(twin)
+    prepare_tables(twin)
     adapted.logit_map = try_logit_map(twin, stack)
     adapted.reads_embedding = reads_embedding(twin, stack)
     adapted.keeps_documents = keeps_documents_apart(twin, stack)

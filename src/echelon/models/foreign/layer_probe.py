@@ -77,6 +77,7 @@ def _stack_of(model: nn.Module, record: _LayerProbe) -> LayerStack:
         added_sizes=record.added_sizes,
         attributes=tuple(plain_attributes(layer) for layer in layers),
         embedding_size=_embedding_size(model),
+        hidden_shape=record.hidden_shape or (_embedding_size(model),),
         tables=record.tables,
         dropouts=tuple(map(tuple, record.dropouts)),
         dropouts_before=record.dropouts_before,
@@ -128,6 +129,7 @@ class _LayerProbe:
         self.added_sizes: dict[str, int] = {}
         self.output_type: type = Tensor
         self.output_length = 1
+        self.hidden_shape: tuple[int, ...] = ()
         self.carried: set[str] = set()
         self.leaves: dict[str, list[Tensor]] = {}
         """inputs of the layer that runs, beside the hidden states, that carry a gradient"""
@@ -342,6 +344,7 @@ class _LayerProbe:
             self.dropouts[index], self.recorder.calls = self.recorder.calls, []
             self.output_type = next((kind for kind in (tuple, list) if isinstance(output, kind)), Tensor)
             self.output_length = 1 if self.output_type is Tensor else len(output)
+            self.hidden_shape = tuple(first_output(output).shape[2:])
 
         return hook
 
@@ -360,6 +363,18 @@ class _LayerProbe:
 
 def _shape(value: Any) -> Any:
     return tuple(value.shape) if isinstance(value, Tensor) else None
+
+
+def prepare_tables(model: nn.Module) -> None:
+    """Let what a probed model does around its layers run on the CPU, where it reads no trained parameter."""
+    materialize_buffers(model)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta and not parameter.requires_grad:
+                zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+                module._parameters[name] = nn.Parameter(zeros, requires_grad=False)
+        for name in [name for name, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta]:
+            delattr(module, name)  # frequencies of long sequences, which the probe's forward left on the meta device
 
 
 def give_values(model: nn.Module) -> None:

@@ -78,6 +78,8 @@ class LayerStack:
     """plain attributes of each layer, which a forward may read of a layer that another stage holds"""
     embedding_size: int
     """of the vectors that the forward takes as `inputs_embeds`"""
+    hidden_shape: tuple[int, ...]
+    """of what the last layer returns for one token"""
     tables: tuple[str, ...]
     """modules outside the layers that are not trained, such as rotary tables, which every stage holds"""
     dropouts: tuple[tuple[float, ...], ...]
@@ -116,11 +118,22 @@ class LayerStack:
             raise PartReached
 
         with counter_dropout(model):
-            self._run(self._shell(model, [first], {}), inputs)
+            self._run(self._shell(model, [first], self._table_copies(model)), inputs)
         return reached[0]
 
-    def contexts(self, model: nn.Module, like: Tensor, tokens: Tensor | None = None, **inputs: Any) -> list[LayerCall]:
-        """Return what each layer is called with, given [rows, tokens, ...] zeros in place of embeddings."""
+    def contexts(
+        self,
+        model: nn.Module,
+        like: Tensor,
+        tokens: Tensor | None = None,
+        *,
+        tables: Mapping[str, nn.Module] | None = None,
+        **inputs: Any,
+    ) -> list[LayerCall]:
+        """Return what each layer is called with, given [rows, tokens, ...] zeros in place of embeddings.
+
+        `tables` stand in for some of the model's.
+        """
         calls: list[LayerCall] = []
 
         def keep(*args: Any, **kwargs: Any) -> Any:
@@ -131,7 +144,7 @@ class LayerStack:
             return self._layer_output(hidden)
 
         with counter_dropout(model, skipped=self.dropouts_before):
-            shell = self._shell(model, [keep] * self.num_layers, self._stubs(like))
+            shell = self._shell(model, [keep] * self.num_layers, {**self._stubs(like), **(tables or {})})
             self._run(shell, {**inputs, **self._embedded(like, tokens)})
         return calls
 
@@ -145,10 +158,8 @@ class LayerStack:
             return self._layer_output(hidden)
 
         zeros = hidden.new_zeros(*hidden.shape[:2], self.embedding_size)  # code may add to it in place
-        # Tables that grow with the sequence stay as the layers had them, whatever part of it the head is given.
-        tables = [(name, module) for name, module in model.named_modules() if name in self.tables]
-        stubs = {name: shallow_copy(table) for name, table in tables if any(True for _ in table.buffers())}
-        shell = self._shell(model, [pass_on] * (self.num_layers - 1) + [last], stubs | self._stubs(hidden))
+        stubs = self._table_copies(model) | self._stubs(hidden)
+        shell = self._shell(model, [pass_on] * (self.num_layers - 1) + [last], stubs)
         with counter_dropout(model, skipped=self.dropouts_before):
             return self._run(shell, {**inputs, **self._embedded(zeros, None)})
 
@@ -167,7 +178,7 @@ class LayerStack:
 
     def finish_logits(self, model: nn.Module, logits: Tensor) -> Tensor:
         """Return what the model makes of its head's output [rows, tokens, words]."""
-        hidden = logits.new_zeros(*logits.shape[:-1], self.embedding_size)
+        hidden = logits.new_zeros(*logits.shape[:-1], *self.hidden_shape)
         stubs = {name: _PassOn() for name in self.after if not f"{self.head_name}.".startswith(f"{name}.")}
         stubbed = self._with_head(model, lambda *_args, **_kwargs: logits, stubs)
         out: Tensor = self.head(stubbed, hidden).logits
@@ -202,6 +213,11 @@ class LayerStack:
             return hidden
         output = [hidden, *[None] * (self.output_length - 1)]
         return tuple(output) if self.output_type is tuple else output
+
+    def _table_copies(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Tables that grow with the sequence stay as the layers had them, whatever part of it another part is given."""
+        tables = [(name, module) for name, module in model.named_modules() if name in self.tables]
+        return {name: shallow_copy(table) for name, table in tables if any(True for _ in table.buffers())}
 
     def _stubs(self, like: Tensor) -> dict[str, nn.Module]:
         """Stubs of the modules before the layers."""

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from echelon.layout import Layout
 from echelon.models.attention import AttentionContext, CoreAttention
-from echelon.models.foreign.causal_lm import ForeignCausalLM
+from echelon.models.foreign.causal_lm import DividedSequences, ForeignCausalLM
 from echelon.models.model_config import IGNORE_INDEX
 from echelon.parallel.comm.mesh_axis import SINGLE_RANK, MeshAxes, MeshAxis
 from echelon.parallel.cp import ulysses
@@ -67,8 +67,14 @@ def _apply_to_foreign_model(context: TransformContext, model: ForeignCausalLM) -
             f"{plan.problem}; use cp=1"
         )
     cp_context = ContextParallel(model, layout, context.axes, context.options.device)
-    cp_context.sequences = sequences = SequenceGather(cp_context)
-    model.divide_sequences(plan.cores, plan.gathered_layers(model), sequences)
+    cp_context.sequences = sequences = SequenceGather(cp_context, model.layer_stack)
+    divided = DividedSequences(
+        sequences=sequences,
+        full_layers=frozenset(plan.gathered_layers(model)),
+        full_embedding=plan.gathers_embedding,
+        full_tables=plan.gathers_positions,
+    )
+    model.divide_sequences(plan.cores, divided)
     for name in plan.gathered:
         sequences.attach(name, model.get_submodule(name), sequence_parallel=bool(layout.sp))
     _connect(context, cp_context)

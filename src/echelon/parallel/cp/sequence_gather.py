@@ -16,6 +16,7 @@ input, so that tp divides these.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from echelon.models.foreign.layer_stack import HIDDEN
+from echelon.models.foreign.layer_stack import HIDDEN, LayerStack
 from echelon.parallel.comm.autograd_collective import with_backward
 from echelon.parallel.comm.mesh_axis import MeshAxis
 from echelon.parallel.cp.sequence_plan import is_hidden
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 class SequenceGather:
     """One rank's full sequences, of its slices and those of the other cp ranks."""
 
-    def __init__(self, context: ContextParallel):
-        self.context = context
+    def __init__(self, context: ContextParallel, stack: LayerStack):
+        self.context, self.layer_names, self.hidden_dims = context, stack.layer_names, 2 + len(stack.hidden_shape)
         self.inside = False
         """a gathered module runs: its tensors are of full sequences"""
         self.modules: list[str] = []
@@ -49,7 +50,7 @@ class SequenceGather:
         return self.context.seq_len
 
     @property
-    def _local(self) -> int:
+    def local_length(self) -> int:
         return self.context.order.padded_len // self.context.axis.size
 
     def gather(self, x: Tensor) -> Tensor:
@@ -68,9 +69,17 @@ class SequenceGather:
 
         return with_backward(x, gather, reduce)
 
-    def keep(self, x: Tensor) -> Tensor:
-        """[sequences, all tokens, ...] to those of this rank; padding is zero."""
-        return _pad_tokens(x, self.context.order.padded_len).index_select(1, self.context.positions(x.device))
+    def keep(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's tokens, of a tensor whose dimension `dim` is all tokens; padding is zero."""
+        return _pad_tokens(x, self.context.order.padded_len, dim).index_select(dim, self.context.positions(x.device))
+
+    def run_full(self, call: Callable[..., Tensor], *args: Tensor) -> Tensor:
+        """Call a function with tensors of full sequences, and return this rank's tokens."""
+        self.inside = True
+        try:
+            return self.keep(call(*map(self.gather, args)))
+        finally:
+            self.inside = False
 
     # -- modules ------------------------------------------------------------------------------------------------------
 
@@ -78,10 +87,10 @@ class SequenceGather:
         """Give a module full sequences."""
         self.modules.append(name)
         rows = [child for child in module.modules() if isinstance(child, ReducedLinear)] if sequence_parallel else []
-        if len(rows) > 1:
+        if len(rows) > 1 or (sequence_parallel and name in self.layer_names):
             raise ValueError(
-                f"context parallelism gathers sequences for {type(module).__name__}, in which sequence parallelism "
-                f"divides them {len(rows)} times; use sp=0, or cp=1"
+                f"context parallelism gathers sequences for all of {type(module).__name__}, in which sequence "
+                "parallelism divides them; use sp=0, or cp=1"
             )
         module.register_forward_pre_hook(self._enter_at_row if rows else self._enter, with_kwargs=True)
         if rows:
@@ -100,11 +109,13 @@ class SequenceGather:
         return args, {**kwargs, HIDDEN: self._gather_hidden(kwargs[HIDDEN])}
 
     def _gather_hidden(self, x: Any) -> Any:
-        return self.gather(x) if is_hidden(x, self._local) else x
+        return self.gather(x) if is_hidden(x, self.local_length, self.hidden_dims) else x
 
     def _leave(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         self.inside = False
-        return (self.keep(output[0]), *output[1:]) if isinstance(output, tuple) else self.keep(output)
+        if isinstance(output, tuple | list):
+            return type(output)((self.keep(output[0]), *output[1:]))
+        return self.keep(output)
 
     def _leave_at_row(self, _module: nn.Module, args: Any) -> Any:
         self.inside = False
@@ -118,5 +129,5 @@ def _places(order: ZigzagOrder, axis: MeshAxis, device: torch.device) -> tuple[T
     return places, places.argsort()[: order.seq_len]
 
 
-def _pad_tokens(x: Tensor, length: int) -> Tensor:
-    return F.pad(x, (0, 0) * (x.dim() - 2) + (0, length - x.shape[1]))
+def _pad_tokens(x: Tensor, length: int, dim: int = 1) -> Tensor:
+    return F.pad(x, (0, 0) * (x.dim() - dim - 1) + (0, length - x.shape[dim]))

@@ -8,22 +8,24 @@
     layer       tokens meet outside of the layer's children, or in a way that no trial follows: the layer gets the full
                 sequence
 
-1. Every kind of layer runs once, in float64 with random weights and a few tokens, on a twin of the model whose windows
-   are shorter than these tokens: what a mask hides, it hides in the trial.
+1. Every kind of layer runs once, in float64 with random weights and a few tokens, on a twin of the model whose windows,
+   and other numbers of tokens, are less than these: what a mask hides, it hides in the trial (token_limits.py).
 2. With a core instead of its own attention function, the layer must give the same. Else its children that mix tokens
    are gathered: those in which one token changes the output for another.
 3. Then the layer runs on some of the tokens, as on a rank. The core, or the gathered children, must be given what they
    were given for these tokens before, and return what they returned; the layer's output must be what it was. If it is
    not, the next form is tried: what a layer does between its children is not assumed either.
 
-The embedding runs on some of the tokens too, given their positions.
+The embedding runs on some of the tokens too, given their positions. Where it gives something else, it is gathered.
+Where gathering can be avoided if rotary tables are given the positions of all tokens, they are (full_tables.py).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,15 +35,17 @@ from echelon.models.attention import AttentionContext, CoreAttention
 from echelon.models.foreign.causal_lm import ForeignCausalLM
 from echelon.models.foreign.core_attention import CONTEXT_ARGUMENT, CORE_ATTENTION, install_core
 from echelon.models.foreign.float64_casts import float64_casts
+from echelon.models.foreign.full_tables import FullTable
 from echelon.models.foreign.layer_probe import implementations
 from echelon.models.foreign.layer_stack import LayerCall
 from echelon.models.forward_parts.module_shell import make_shell
+from echelon.parallel.cp.token_limits import SHORT, find_token_limits, shorten
 from echelon.parallel.tp.derive_regions import layer_signature, random_copy
 from echelon.parallel.tp.shrunken_twin import shrunken_twin
 
-ROWS, TOKENS, WINDOW = 2, 9, 3
-SOME = (1, 2, 6, 8)
-"""the tokens of one rank"""
+ROWS, TOKENS = 2, 9
+SOME = (1, 2, 4, 6)
+"""the tokens of one rank, which has not the last"""
 TOLERANCE = 1e-9
 
 
@@ -53,6 +57,10 @@ class SequencePlan:
     """attention modules whose function a core computes"""
     gathered: tuple[str, ...] = ()
     """modules that get full sequences on every rank: children of layers, or layers"""
+    gathers_embedding: bool = False
+    """the embedding gets full sequences"""
+    gathers_positions: bool = False
+    """tables outside of the layers get the positions of full sequences"""
     problem: str = ""
     """why sequences cannot be divided at all"""
 
@@ -70,44 +78,83 @@ def plan_sequences(model: ForeignCausalLM) -> SequencePlan:
     """Find what every rank finds: the weights of a trial are those of a fixed seed."""
     if not model.logit_map.divides_tokens:
         return SequencePlan(problem="its logits of a token depend on other tokens")
-    twin = shrunken_twin(model, window=WINDOW) or shrunken_twin(model) or model
+    limits, failure = find_token_limits(model.config), ""
+    # A class may refuse a short limit. Then each is left out in turn, those of positions are, and at last all are.
+    positions = {key for key, value in limits.items() if value == SHORT["position"]}
+    for left_out in (set[str](), *({key} for key in limits), positions, set(limits)):
+        short = {key: value for key, value in limits.items() if key not in left_out}
+        twin = shrunken_twin(model, partial(shorten, limits=short)) or (None if short else model)
+        if twin is None:
+            continue
+        try:
+            return _plan(twin)
+        except Exception as error:  # whatever a model's code raises
+            failure = failure or f"its layers do not run alone ({error})"
+    return SequencePlan(problem=failure)
+
+
+def _plan(twin: ForeignCausalLM) -> SequencePlan:
     was_training = twin.training
     twin.eval()
     try:
         with torch.no_grad(), float64_casts(torch.float64), implementations(twin.config, experts="eager"):
-            return _plan(twin)
+            usual = _plan_layers(twin, gathers_positions=False)
+            if not usual.gathered:
+                return usual
+            other = _plan_layers(twin, gathers_positions=True)
+            return other if len(other.cores) > len(usual.cores) else usual
     finally:
         twin.train(was_training)
 
 
-def _plan(model: ForeignCausalLM) -> SequencePlan:
-    if problem := _embedding_problem(model):
-        return SequencePlan(problem=problem)
+def _plan_layers(model: ForeignCausalLM, *, gathers_positions: bool) -> SequencePlan:
     every, some = list(range(TOKENS)), list(SOME)
     calls = _calls(model, every, "")  # its own function, as on one device
-    core_calls, some_calls = _calls(model, every, CORE_ATTENTION), _calls(model, some, CORE_ATTENTION)
+    try:
+        core_calls = _calls(model, every, CORE_ATTENTION)
+        some_calls = _calls(model, some, CORE_ATTENTION, gathers_positions=gathers_positions)
+    except Exception:  # whatever a model's code raises without masks
+        core_calls = some_calls = []
     stack, found, cores, gathered = model.layer_stack, dict[Any, Any](), list[str](), list[str]()
     for index, name in enumerate(stack.layer_names):
         layer, attentions = model.get_submodule(name), stack.attention_calls[index]
         inner = [attention.removeprefix(f"{name}.") for attention in attentions]
         kind = (layer_signature(layer, calls[index]), _of_layer(model.config, index, stack.num_layers), repr(inner))
         if kind not in found:
-            trial = _SequenceTrial(layer, calls[index], calls[index].shape[-1])
-            attends_once = len(inner) == 1
+            trial = _SequenceTrial(layer, calls[index])
+            attends_once = len(inner) == 1 and bool(core_calls)
             if attends_once and trial.equals_with_core(inner[0], core_calls[index], some_calls[index]):
                 found[kind] = (inner, [])
             else:
-                found[kind] = ([], trial.mixing_children() or [""])
+                mixing = trial.mixing_children()
+                is_alone = mixing == [] and bool(core_calls) and trial.equals_alone(some_calls[index])
+                found[kind] = ([], [] if is_alone else mixing or [""])
         attending, mixing = found[kind]
         cores += [f"{name}.{child}" for child in attending]
         gathered += [f"{name}.{child}".rstrip(".") for child in mixing]
-    return SequencePlan(cores=tuple(cores), gathered=tuple(gathered))
+    return SequencePlan(
+        cores=tuple(cores),
+        gathered=tuple(gathered),
+        gathers_embedding=not _embeds_alone(model),
+        gathers_positions=gathers_positions,
+    )
 
 
-def _calls(model: ForeignCausalLM, positions: Sequence[int], attention: str) -> list[LayerCall]:
-    like = torch.zeros(ROWS, len(positions), model.layer_stack.embedding_size, dtype=torch.float64)
+def _calls(
+    model: ForeignCausalLM, positions: Sequence[int], attention: str, *, gathers_positions: bool = False
+) -> list[LayerCall]:
+    stack, tokens = model.layer_stack, _tokens(model)[:, positions]
+    like = torch.zeros(ROWS, len(positions), stack.embedding_size, dtype=torch.float64)
+    tables: dict[str, nn.Module] = {name: random_copy(model.get_submodule(name)) for name in stack.tables}
+    if gathers_positions:
+        tables = {name: FullTable(table, _TrialSequences()) for name, table in tables.items()}
     with implementations(model.config, attention=attention):
-        return model.layer_stack.contexts(model, like, **_position_ids(model, positions))
+        return stack.contexts(model, like, tokens, tables=tables, **_position_ids(model, positions))
+
+
+def _tokens(model: ForeignCausalLM) -> Tensor:
+    size = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+    return torch.arange(ROWS * TOKENS).view(ROWS, TOKENS) * 7 % size
 
 
 def _position_ids(model: ForeignCausalLM, positions: Sequence[int]) -> dict[str, Tensor]:
@@ -117,33 +164,48 @@ def _position_ids(model: ForeignCausalLM, positions: Sequence[int]) -> dict[str,
     return {"position_ids": torch.tensor([positions] * ROWS)}
 
 
+class _TrialSequences:
+    """All tokens of the trial, of which a rank has some."""
+
+    length, local_length = TOKENS, len(SOME)
+
+    def gather(self, x: Tensor) -> Tensor:
+        if not torch.equal(x, torch.tensor([SOME] * len(x))):
+            raise ValueError("a table is called with something else than positions")
+        return torch.arange(TOKENS).expand(len(x), -1)
+
+    def keep(self, x: Tensor, dim: int = 1) -> Tensor:
+        return x.index_select(dim, torch.tensor(SOME))
+
+    def run_full(self, call: Callable[..., Tensor], *args: Tensor) -> Tensor:
+        return self.keep(call(*map(self.gather, args)))
+
+
 def _of_layer(config: Any, index: int, num_layers: int) -> tuple[Any, ...]:
     """What lists of the config say of one layer."""
     lists = (value for value in vars(config).values() if isinstance(value, list | tuple))
     return tuple(repr(value[index]) for value in lists if len(value) == num_layers)
 
 
-def _embedding_problem(model: ForeignCausalLM) -> str:
-    """Why some tokens cannot be embedded without the others; empty if they can."""
-    stack = model.layer_stack
-    before = {name: model.get_submodule(name) for name in stack.before}
-    shell = make_shell(model, {name: random_copy(module) for name, module in before.items()})
-    size = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
-    tokens = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS) * 7 % size
+def _embeds_alone(model: ForeignCausalLM) -> bool:
+    """Whether some tokens are embedded as they are among the others."""
+    stack, tokens = model.layer_stack, _tokens(model)
+    before = {name: random_copy(model.get_submodule(name)) for name in (*stack.before, *stack.tables)}
+    shell = make_shell(model, before)
+    whole = stack.embed(shell, input_ids=tokens)
     try:
-        whole = stack.embed(shell, input_ids=tokens)
         part = stack.embed(shell, input_ids=tokens[:, list(SOME)], **_position_ids(model, SOME))
-    except Exception as error:  # whatever a model's code raises
-        return f"its embedding does not run alone ({error})"
-    return "" if _close(part, whole[:, list(SOME)]) else "its embedding takes no positions, and depends on them"
+    except Exception:  # whatever a model's code raises for fewer tokens
+        return False
+    return _close(part, whole[:, list(SOME)])
 
 
 class _SequenceTrial:
     """One layer with random weights, on all tokens and on some."""
 
-    def __init__(self, layer: nn.Module, call: LayerCall, width: int):
+    def __init__(self, layer: nn.Module, call: LayerCall):
         generator = torch.Generator().manual_seed(2)
-        self.hidden = torch.randn(ROWS, TOKENS, width, dtype=torch.float64, generator=generator)
+        self.hidden = torch.randn(call.shape, dtype=torch.float64, generator=generator)
         self.layer, self.call = random_copy(layer), call
         self.children: dict[str, _ChildCall] = {}
         handles = [
@@ -156,11 +218,13 @@ class _SequenceTrial:
 
     def _record(self, name: str) -> Any:
         def hook(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            given, named = tuple(map(_copy_hidden, args)), {key: _copy_hidden(value) for key, value in kwargs.items()}
+            dims = self.hidden.dim()
+            given = tuple(_copy_hidden(value, dims) for value in args)
+            named = {key: _copy_hidden(value, dims) for key, value in kwargs.items()}
             parts = output if isinstance(output, tuple) else (output,)
-            results = (_copy_hidden(parts[0]), *parts[1:])
+            results = (_copy_hidden(parts[0], dims), *parts[1:])
             self.children[name] = _ChildCall(
-                given, named, results, isinstance(output, tuple), name not in self.children
+                given, named, results, isinstance(output, tuple), name not in self.children, dims
             )
 
         return hook
@@ -187,8 +251,16 @@ class _SequenceTrial:
 
     # -- gathered children --------------------------------------------------------------------------------------------
 
-    def mixing_children(self) -> list[str]:
-        """The children that get full sequences; none if the layer does not compute the same with them."""
+    def equals_alone(self, some: LayerCall) -> bool:
+        """Whether the layer computes the same on some of the tokens."""
+        try:
+            part = some.run(self.layer, self.hidden[:, list(SOME)])
+        except Exception:  # whatever a module's code raises for what it does not expect
+            return False
+        return _close(part, self.whole[:, list(SOME)])
+
+    def mixing_children(self) -> list[str] | None:
+        """The children that get full sequences; None if the layer does not compute the same with them."""
         mixing = [name for name, called in self.children.items() if called.mixes(self.layer.get_submodule(name))]
         layer = copy.deepcopy(self.layer)
         for name in mixing:
@@ -196,8 +268,8 @@ class _SequenceTrial:
         try:
             part = self.call.run(layer, self.hidden[:, list(SOME)])
         except Exception:  # whatever a module's code raises for what it does not expect
-            return []
-        return mixing if _close(part, self.whole[:, list(SOME)]) else []
+            return None
+        return mixing if _close(part, self.whole[:, list(SOME)]) else None
 
 
 class _RecordedCore:
@@ -236,6 +308,8 @@ class _ChildCall:
     returns_tuple: bool
     is_only: bool
     """the layer called it once"""
+    dims: int
+    """of the layer's hidden states"""
 
     def mixes(self, child: nn.Module) -> bool:
         """Whether another input for one token changes the output for other tokens."""
@@ -244,13 +318,13 @@ class _ChildCall:
         one, others = TOKENS // 2, [index for index in range(TOKENS) if index != TOKENS // 2]
 
         def change(x: Any) -> Any:
-            if not is_hidden(x, TOKENS):
+            if not is_hidden(x, TOKENS, self.dims):
                 return x
             return x + torch.eye(TOKENS, dtype=x.dtype)[one].view(1, -1, *[1] * (x.dim() - 2))
 
         changed = child(*map(change, self.args), **{key: change(value) for key, value in self.kwargs.items()})
-        before, after = self.results[0], changed[0] if self.returns_tuple else changed
-        if not is_hidden(before, TOKENS):
+        before, after = map(_unflatten, (self.results[0], changed[0] if self.returns_tuple else changed))
+        if not is_hidden(before, TOKENS, self.dims):
             return True
         return not _close(after[:, others], before[:, others])
 
@@ -258,24 +332,31 @@ class _ChildCall:
         """Give some of the tokens what they got, if they come with the inputs that they had."""
         some = list(SOME)
         for given, before in (*zip(args, self.args, strict=True), *_by_name(kwargs, self.kwargs)):
-            if is_hidden(before, TOKENS) and not _close(given, before[:, some]):
+            if is_hidden(before, TOKENS, self.dims) and not _close(given, before[:, some]):
                 raise ValueError("a gathered module would be given something else")
         first = self.results[0][:, some]
         return (first, *self.results[1:]) if self.returns_tuple else first
 
 
-def is_hidden(x: Any, tokens: int) -> bool:
-    """Whether an argument is [sequences, tokens, ...] values that a layer has computed of its tokens."""
-    return isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3 and x.shape[1] == tokens
+def is_hidden(x: Any, tokens: int, dims: int) -> bool:
+    """Whether an argument is [sequences, tokens, ...] values that a layer has computed of its tokens.
+
+    Hidden states may have dimensions of their own (`dims` in all), such as residual streams."""
+    return isinstance(x, Tensor) and x.is_floating_point() and x.dim() in (3, dims) and x.shape[1] == tokens
+
+
+def _unflatten(x: Any) -> Any:
+    """Experts may return their tokens as one list."""
+    return x.unflatten(0, (ROWS, TOKENS)) if isinstance(x, Tensor) and len(x) == ROWS * TOKENS else x
 
 
 def _by_name(given: Mapping[str, Any], before: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
     return ((given[key], value) for key, value in before.items())
 
 
-def _copy_hidden(x: Any) -> Any:
+def _copy_hidden(x: Any, dims: int) -> Any:
     """A layer may change what it passed on, or got, in place."""
-    return x.clone() if is_hidden(x, TOKENS) else x
+    return x.clone() if is_hidden(x, TOKENS, dims) else x
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

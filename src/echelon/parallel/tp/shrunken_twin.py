@@ -8,6 +8,7 @@ layers, heads and experts, and sizes that are smaller by one factor.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,20 +25,18 @@ MIN_SIZE = 8
 SIZE_WORDS = ("size", "dim", "embd", "inner", "d_model", "ffn", "rank", "width")
 NO_SIZES = ("vocab", "kernel", "chunk", "window", "max", "image", "patch", "block", "init")
 """words of keys that are sizes of something else than a layer's tensors"""
-WINDOW_WORDS = ("window", "chunk")
 
 
-def shrunken_twin(model: ForeignCausalLM, window: int = 0) -> ForeignCausalLM | None:
+def shrunken_twin(model: ForeignCausalLM, change: Callable[[Any], None] | None = None) -> ForeignCausalLM | None:
     """Return the narrowest twin that the class can build, on the meta device; as wide as the model if that is narrow.
 
-    None if the model's modules are not those that its class builds from its config. Its attention may have windows (and
-    chunks) of `window` tokens instead of longer ones.
+    None if the model's modules are not those that its class builds from its config, to which `change` may do more.
     """
     for factor in FACTORS if _layer_numel(model) > NARROW_NUMEL else (1,):
-        twin = _twin(model, factor, window)
+        twin = _twin(model, factor, change)
         if twin is not None:
             return twin
-    return _twin(model, 1, window)
+    return _twin(model, 1, change)
 
 
 def _layer_numel(model: ForeignCausalLM) -> int:
@@ -45,14 +44,14 @@ def _layer_numel(model: ForeignCausalLM) -> int:
     return max((sum(p.numel() for p in layer.parameters()) for layer in layers), default=0)
 
 
-def _twin(model: Any, factor: int, window: int) -> ForeignCausalLM | None:
+def _twin(model: Any, factor: int, change: Callable[[Any], None] | None) -> ForeignCausalLM | None:
     """The twin with sizes divided by a factor; none if the class has no such model."""
     config = copy.deepcopy(model.config)
     for key, value in vars(model.config).items():
         if _is_size(key, value) and value % factor == 0 and value // factor >= MIN_SIZE:
             setattr(config, key, value // factor)
-        elif window and _is_window(key, value):
-            setattr(config, key, min(value, window))
+    if change is not None:
+        change(config)
     own = own_class(model)
     try:
         with torch.device("meta"):
@@ -68,11 +67,6 @@ def _twin(model: Any, factor: int, window: int) -> ForeignCausalLM | None:
 def _is_size(key: str, value: Any) -> bool:
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return is_number and any(word in key for word in SIZE_WORDS) and not any(word in key for word in NO_SIZES)
-
-
-def _is_window(key: str, value: Any) -> bool:
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    return is_number and "layer" not in key and any(word in key for word in WINDOW_WORDS)
 
 
 def _has_wide_heads(twin: ForeignCausalLM) -> bool:

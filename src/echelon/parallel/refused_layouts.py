@@ -37,6 +37,7 @@ def _build(model: str) -> ForeignCausalLM:
 def find_layout_issues(model: ForeignCausalLM, layout: Layout) -> list[ValidationIssue]:
     """What of a layout an adapted model does not allow."""
     from echelon.models.foreign.foreign_experts import ForeignExperts
+    from echelon.parallel.cp.sequence_plan import plan_sequences
 
     name, problem = type(model).__name__, model.layer_problem
     sizes = {"pp": layout.pp, "sp": layout.tp if layout.sp else 1, "cp": layout.cp}
@@ -50,6 +51,8 @@ def find_layout_issues(model: ForeignCausalLM, layout: Layout) -> list[Validatio
         for key, remedy in ONE_BY_ONE.items()
         if problem and sizes[key] > 1
     ]
+    if layout.cp > 1 and not problem and (undivided := plan_sequences(model).problem):
+        issues.append(ValidationIssue("cp", str(layout.cp), f"cannot divide {name}: {undivided}", hint="use cp=1"))
     counts = {module.all_experts for module in model.modules() if isinstance(module, ForeignExperts)}
     if layout.ep > 1 and any(count % layout.ep for count in counts or {1}):
         has = f"{' and '.join(map(str, sorted(counts)))} experts" if counts else "no experts with stacked weights"
