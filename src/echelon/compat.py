@@ -153,6 +153,26 @@ def has_hooks_or_patched_forward(module: torch.nn.Module) -> bool:
     return any(getattr(module, name) for name in hooks) or "forward" in vars(module)
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether `module.compile()` was called. Tried on 2.11 and 2.13."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def compiler_backend(name: str) -> Callable[..., Any]:
+    """A backend of `torch.compile`: from a graph and example inputs to a function. Tried on 2.11 and 2.13."""
+    from torch._dynamo import lookup_backend
+
+    backend: Callable[..., Any] = lookup_backend(name)
+    return backend
+
+
+def compile_errors() -> tuple[type[Exception], ...]:
+    """What `torch.compile` raises, at a call, for code that it cannot compile. Tried on 2.11 and 2.13."""
+    from torch._dynamo import exc
+
+    return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
+
+
 def cudnn_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from echelon.parallel.ep.expert_parallel import apply_expert_parallel
 from echelon.parallel.mixed_precision import apply_fp8, compute_in_fp32, mark_fp32_params
 from echelon.parallel.parallel_model import ParallelModel
 from echelon.parallel.parallel_options import ParallelOptions
+from echelon.parallel.regional_compile import compile_layers
 from echelon.parallel.stage_modules import StageModules, keep_stage_modules
 from echelon.parallel.tp_strategy import tp_strategy
 from echelon.parallel.transform_context import TransformContext
@@ -42,6 +43,7 @@ def apply(
     apply_expert_parallel(context)  # ep, etp
     apply_sync_batchnorm(context)  # BatchNorm statistics over dp
     keep_stage_modules(context)  # pp
+    compile_layers(context)  # torch.compile of a user's layers
     apply_checkpointing(context)  # recompute
     apply_fp8(context)  # fp8 GEMMs
     compute_in_fp32(context)  # keep_fp32: casts around those modules

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from echelon.precision import fp8_linear
 
 CHOICES = {
     "kernels": ("auto", "plain"),
+    "compile": ("auto", "on", "off"),
     "matmul_precision": ("same", *fp8_linear.FP8_RECIPES),
     "compress": compression_cost.COMPRESSIONS,
 }
@@ -36,6 +38,10 @@ class ParallelOptions:
     """precision of the linear layers inside the layers: the compute dtype, or 8 bits (`fp8`, `fp8-row`)"""
     kernels: str = "auto"
     """`auto` uses our Triton kernels on a GPU, `plain` uses torch operators everywhere"""
+    compile: str = "auto"
+    """whether layers of a user's model are compiled (regional_compile.py); `auto` compiles on a GPU"""
+    compile_backend: str | Callable[..., Any] = "inductor"
+    """the backend of `torch.compile`; tests pass a cheaper one"""
     compress: str = compression_cost.NONE
     """compression of saved tensors (`lossless`, `lossless+fp8`): memory/compression/cost.py"""
     seed: int = 0

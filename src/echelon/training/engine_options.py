@@ -30,6 +30,7 @@ def parallel_options(config: Config, device: torch.device) -> ParallelOptions:
         keep_fp32=precision.keep_fp32,
         matmul_precision=precision.compute,
         kernels=config.kernels,
+        compile=config.compile,
         compress=config.compress,
         seed=config.seed,
         reshard_after_forward=config.shard.reshard_after_forward,

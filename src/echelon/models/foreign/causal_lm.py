@@ -513,9 +513,10 @@ def adapt_if_foreign(model: nn.Module) -> Any:
 
 
 def derive_class(module: nn.Module, mixin: type[nn.Module]) -> Any:
-    """Put a class before the module's own, under the same name."""
+    """Put a class before the module's own, under the same name: one for all modules of a class, which compile once."""
     own = type(module)
-    module.__class__ = type(own.__name__, (mixin, own), {"__module__": own.__module__})
+    derived = next((known for known in own.__subclasses__() if known.__bases__ == (mixin, own)), None)
+    module.__class__ = derived or type(own.__name__, (mixin, own), {"__module__": own.__module__})
     return module
 
 

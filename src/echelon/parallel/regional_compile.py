@@ -1,0 +1,158 @@
+"""Regional `torch.compile`: the layers of a user's model are compiled, once for all layers of a class.
+
+The repeated layers hold nearly all the time of a step, and are alike: one compilation serves all of them, in seconds,
+where that of a whole model takes minutes. Hooks on a layer stay outside of what is compiled, so that parameters are
+unsharded, gradients reduced and layers recomputed as without it. Layers of classes of this project are left alone: they
+call kernels of their own.
+
+[Note: how much of a layer is compiled]
+
+    whole      one graph, for the shapes at hand; after STATIC_COMPILATIONS of a class, for any shapes
+    in parts   the code calls what cannot be compiled (a collective of tensor parallelism, say): what is between is
+    not        the compiler raised an error: the layer runs as written
+
+Each step down is reported once for a class, with the cause. Guards of a compilation must not tell layers apart: what is
+particular to a layer (the key of a dropout, say) reaches compiled code as a tensor.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from echelon import compat
+from echelon.layout.layout import SPLIT_BACKWARD_SCHEDULES
+from echelon.memory.compression import cost as compression_cost
+from echelon.models.layer_lists import listed_layers
+from echelon.models.traced.graph_model import GraphModel
+
+if TYPE_CHECKING:
+    from echelon.parallel.parallel_options import ParallelOptions
+    from echelon.parallel.transform_context import TransformContext
+
+STATIC_COMPILATIONS = 16
+"""compilations of a class for shapes at hand; the next is for any shapes, such as lengths that change with each batch"""
+MAX_COMPILATIONS = 64
+"""entries of torch's cache for one function, which classes share: torch allows 8"""
+WHOLE_LAYER_POLICIES = ("none", "full", "every", "sqrt")
+"""values of `recompute` that recompute layers from their inputs"""
+OFF = "use compile=off to silence this"
+
+
+def compile_layers(context: TransformContext) -> None:
+    """Compile the layers of a user's model, under `compile`."""
+    options = context.options
+    if not is_asked_for(options):
+        return
+    layers = compilable_layers(context.model)
+    if layers and (reason := _obstacle(context)):
+        _report(f"layers are not compiled: {reason}; {OFF}")
+        return
+    by_class: dict[type[nn.Module], list[nn.Module]] = {}
+    for name in layers:
+        layer = context.model.get_submodule(name)
+        by_class.setdefault(type(layer), []).append(layer)
+    for layer_class, modules in by_class.items():
+        compiled = CompiledClass(layer_class, options.compile_backend)
+        for layer in modules:
+            layer.forward = partial(compiled, layer)
+
+
+def is_asked_for(options: ParallelOptions) -> bool:
+    """Return whether layers are to be compiled: `auto` does on a GPU, but not in float64, which is for comparison."""
+    if options.compile != "auto":
+        return options.compile == "on"
+    return options.device.type == "cuda" and options.compute_dtype != torch.float64 and options.kernels == "auto"
+
+
+def compilable_layers(model: nn.Module) -> tuple[str, ...]:
+    """Return the layers of the model's lists that are made of modules and are not of this project."""
+    return tuple(name for name in listed_layers(model) if _is_compilable(model.get_submodule(name)))
+
+
+def _is_compilable(layer: nn.Module) -> bool:
+    layer_class = type(layer)
+    is_ours = layer_class.__module__.partition(".")[0] == __name__.partition(".")[0]
+    has_forward = layer_class.forward is not nn.Module.forward and "forward" not in vars(layer)
+    return has_forward and not is_ours and any(True for _ in layer.children()) and not compat.is_compiled(layer)
+
+
+def _obstacle(context: TransformContext) -> str:
+    """Return what in a layout must see the operators of a layer one by one; empty if nothing."""
+    layout, options, model = context.layout, context.options, context.model
+    if layout.pp > 1 and layout.schedule in SPLIT_BACKWARD_SCHEDULES:
+        return f"schedule={layout.schedule} computes weight gradients in another half of backward"
+    if layout.recompute.partition(":")[0] not in WHOLE_LAYER_POLICIES:
+        return f"recompute={layout.recompute} chooses among the operators of a layer"
+    if options.compress != compression_cost.NONE:
+        return f"compress={options.compress} reads the tensors that each operator saves"
+    if isinstance(model, GraphModel) and model.runs_graph:
+        return f"{type(model).__name__} runs from its traced graph ({layout})"
+    return ""
+
+
+class CompiledClass:
+    """The forward of all layers of one class, compiled: called with the layer, then its arguments."""
+
+    def __init__(self, layer_class: type[nn.Module], backend: str | Callable[..., Any] = "inductor"):
+        self.name, self.as_written = layer_class.__name__, layer_class.forward
+        self.backend = compat.compiler_backend(backend) if isinstance(backend, str) else backend
+        self.num_compilations = 0
+        """graphs that were compiled"""
+        self.is_whole, self.is_compiled, self.is_dynamic = True, True, False
+        """see [Note: how much of a layer is compiled]"""
+        self._has_run = False
+        torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, MAX_COMPILATIONS)
+        self._compile()
+
+    def __call__(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        while self.is_compiled:
+            try:
+                output = self._run(layer, *args, **kwargs)
+            except Exception as error:
+                if self._has_run and not isinstance(error, compat.compile_errors()):
+                    raise  # of the layer, or of what surrounds it
+                failure = error
+            else:
+                self._has_run = True
+                self._allow_any_shapes()
+                return output
+            if self.is_whole and isinstance(failure, compat.compile_errors()):
+                self.is_whole = False
+                self._compile()
+                _report(f"layers {self.name} are compiled in parts: {first_line(failure)}; {OFF}")
+                continue
+            output = self.as_written(layer, *args, **kwargs)  # raises if the error was the layer's own
+            self.is_compiled = False
+            _report(f"layers {self.name} are not compiled: {first_line(failure)}; {OFF}")
+            return output
+        return self.as_written(layer, *args, **kwargs)
+
+    def _compile(self) -> None:
+        self._run = torch.compile(
+            self.as_written, fullgraph=self.is_whole, dynamic=self.is_dynamic, backend=self._compile_graph
+        )
+
+    def _compile_graph(self, graph: Any, inputs: Sequence[Any]) -> Any:
+        self.num_compilations += 1
+        return self.backend(graph, inputs)
+
+    def _allow_any_shapes(self) -> None:
+        if not self.is_dynamic and self.num_compilations >= STATIC_COMPILATIONS:
+            self.is_dynamic = True
+            self._compile()
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error that says something."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next((line for line in lines if line), type(error).__name__)
+
+
+def _report(text: str) -> None:
+    warnings.warn(text, stacklevel=2)
