@@ -166,11 +166,24 @@ def compiler_backend(name: str) -> Callable[..., Any]:
     return backend
 
 
-def compile_errors() -> tuple[type[Exception], ...]:
-    """What `torch.compile` raises, at a call, for code that it cannot compile. Tried on 2.11 and 2.13."""
+def is_compile_error(error: Exception) -> bool:
+    """Whether `torch.compile` raised an error, at a call, and not the code that it compiled. Tried on 2.11 and 2.13."""
     from torch._dynamo import exc
 
-    return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
+    return isinstance(error, exc.TorchDynamoException | exc.FailOnRecompileLimitHit)
+
+
+def is_graph_break(error: Exception) -> bool:
+    """Whether `torch.compile(fullgraph=True)` met code that it can only leave out. Tried on 2.11 and 2.13."""
+    from torch._dynamo import exc
+
+    return isinstance(error, exc.Unsupported | exc.FailOnRecompileLimitHit)
+
+
+def compile_error_cause(error: Exception) -> BaseException:
+    """What a backend of `torch.compile` raised, of an error that reports it. Tried on 2.11 and 2.13."""
+    cause: BaseException = getattr(error, "inner_exception", error)
+    return cause
 
 
 def cudnn_attention(

@@ -115,14 +115,14 @@ class CompiledClass:
             try:
                 output = self._run(layer, *args, **kwargs)
             except Exception as error:
-                if self._has_run and not isinstance(error, compat.compile_errors()):
+                if self._has_run and not compat.is_compile_error(error):
                     raise  # of the layer, or of what surrounds it
                 failure = error
             else:
                 self._has_run = True
                 self._allow_any_shapes()
                 return output
-            if self.is_whole and isinstance(failure, compat.compile_errors()):
+            if self.is_whole and compat.is_graph_break(failure):
                 self.is_whole = False
                 self._compile()
                 _report(f"layers {self.name} are compiled in parts: {first_line(failure)}; {OFF}")
@@ -150,7 +150,7 @@ class CompiledClass:
 
 def first_line(error: Exception) -> str:
     """Return the first line of an error that says something."""
-    lines = (line.strip() for line in str(error).splitlines())
+    lines = (line.strip() for line in str(compat.compile_error_cause(error)).splitlines())
     return next((line for line in lines if line), type(error).__name__)
 
 
