@@ -252,14 +252,14 @@ class ForeignCausalLM(nn.Module):
 
     def _chunked_loss(self, head_input: Tensor, targets: Tensor) -> Tensor:
         head = self.get_submodule(self.layer_stack.head_name)
-        total: Tensor = head(head_input, targets=targets, losses=self._losses_of_head_output)
+        losses = self.token_losses if self.logit_map.is_identity else self._losses_of_head_output
+        total: Tensor = head(head_input, targets=targets, losses=losses)
         return total
 
     def _losses_of_head_output(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The losses of some tokens, [tokens, words] and [tokens]: each is a sequence of its own to the class."""
-        if not self.logit_map.is_identity:
-            logits = self.layer_stack.finish_logits(self, logits.unsqueeze(1)).squeeze(1)
-        return self.token_losses(logits, targets)
+        finished = self.layer_stack.finish_logits(self, logits.unsqueeze(1)).squeeze(1)
+        return self.token_losses(finished, targets)
 
     @property
     def divides_loss(self) -> bool:
