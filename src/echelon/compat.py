@@ -177,7 +177,8 @@ def is_graph_break(error: Exception) -> bool:
     """Whether `torch.compile(fullgraph=True)` met code that it can only leave out. Tried on 2.11 and 2.13."""
     from torch._dynamo import exc
 
-    return isinstance(error, exc.Unsupported | exc.FailOnRecompileLimitHit)
+    is_fault = isinstance(error, exc.BackendCompilerFailed | exc.InternalTorchDynamoError)
+    return is_compile_error(error) and not is_fault
 
 
 def compile_error_cause(error: Exception) -> BaseException:

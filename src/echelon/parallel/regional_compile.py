@@ -8,7 +8,7 @@ call kernels of their own.
 [Note: how much of a layer is compiled]
 
     whole      one graph, for the shapes at hand; after STATIC_COMPILATIONS of a class, for any shapes
-    in parts   the code calls what cannot be compiled (a collective of tensor parallelism, say): what is between is
+    in parts   the code calls what cannot be compiled, or depends on values of tensors: what is between is compiled
     not        the compiler raised an error: the layer runs as written
 
 Each step down is reported once for a class, with the cause. Guards of a compilation must not tell layers apart: what is
@@ -41,7 +41,7 @@ MAX_COMPILATIONS = 64
 """entries of torch's cache for one function, which classes share: torch allows 8"""
 WHOLE_LAYER_POLICIES = ("none", "full", "every", "sqrt")
 """values of `recompute` that recompute layers from their inputs"""
-OFF = "use compile=off to silence this"
+OFF = "compile=off turns this off"
 
 
 def compile_layers(context: TransformContext) -> None:
@@ -85,6 +85,9 @@ def _is_compilable(layer: nn.Module) -> bool:
 def _obstacle(context: TransformContext) -> str:
     """Return what in a layout must see the operators of a layer one by one; empty if nothing."""
     layout, options, model = context.layout, context.options, context.model
+    for axis in ("tp", "cp", "ep"):
+        if getattr(layout, axis) > 1:
+            return f"ranks communicate inside of them ({axis}={getattr(layout, axis)})"
     if layout.pp > 1 and layout.schedule in SPLIT_BACKWARD_SCHEDULES:
         return f"schedule={layout.schedule} computes weight gradients in another half of backward"
     if layout.recompute.partition(":")[0] not in WHOLE_LAYER_POLICIES:
