@@ -15,8 +15,16 @@ from traced_modules import PlainGPT, words
 
 from echelon.models.foreign.causal_lm import ForeignLayer, derive_class
 from echelon.parallel.parallel_options import ParallelOptions
-from echelon.parallel.regional_compile import STATIC_COMPILATIONS, CompiledClass, compilable_layers, is_asked_for
+from echelon.parallel.regional_compile import (
+    STATIC_COMPILATIONS,
+    CompiledClass,
+    compilable_layers,
+    compiled_layers,
+    is_asked_for,
+    layers_as_written,
+)
 from echelon.training.engine import Engine
+from echelon.training.guard.module_outputs import watch_outputs
 from echelon.training.wrap import wrap
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, while it traces
@@ -166,9 +174,25 @@ def test_an_error_of_the_compiler_is_reported_once_and_layers_run_as_written() -
 
 
 def test_an_error_of_the_layer_is_its_own() -> None:
-    with warnings.catch_warnings(), pytest.raises(ValueError, match="a block failed"):
+    model = Stack(fails=True).double()
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        train(Stack(fails=True).double(), ROWS, "dp=1", compile="on", compile_backend="aot_eager")
+        with pytest.raises(ValueError, match="a block failed"):
+            train(model, ROWS, "dp=1", compile="on", compile_backend="aot_eager")
+
+
+def test_modules_inside_a_layer_are_watched_where_layers_run_as_written() -> None:
+    options = ParallelOptions(**FLOAT64, compile="on", compile_backend="aot_eager")
+    engine = Engine(Stack().double(), "dp=1", SGD, options=options)
+    assert compiled_layers(engine.model) == {"Block": 3}
+    names: list[str] = []
+    with watch_outputs(engine.model, lambda name, _value: names.append(name)):
+        engine.step(ROWS)
+    assert names == ["blocks.0", "blocks.1", "blocks.2"]
+    engine.step(ROWS)
+    with layers_as_written(), watch_outputs(engine.model, lambda name, _value: names.append(name)):
+        engine.step(ROWS)
+    assert names[3:5] == ["blocks.0.linear", "blocks.0"]
 
 
 def test_many_shapes_end_in_code_for_any_shape() -> None:

@@ -18,7 +18,9 @@ particular to a layer (the key of a dropout, say) reaches compiled code as a ten
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,13 +32,14 @@ from echelon.layout.layout import SPLIT_BACKWARD_SCHEDULES
 from echelon.memory.compression import cost as compression_cost
 from echelon.models.layer_lists import listed_layers
 from echelon.models.traced.graph_model import GraphModel
+from echelon.parallel.comm.mesh_axis import world_rank
 
 if TYPE_CHECKING:
     from echelon.parallel.parallel_options import ParallelOptions
     from echelon.parallel.transform_context import TransformContext
 
 STATIC_COMPILATIONS = 16
-"""compilations of a class for shapes at hand; the next is for any shapes, such as lengths that change with each batch"""
+"""compilations of a class for shapes at hand; the next is for any shapes: a length may change with each batch"""
 MAX_COMPILATIONS = 64
 """entries of torch's cache for one function, which classes share: torch allows 8"""
 WHOLE_LAYER_POLICIES = ("none", "full", "every", "sqrt")
@@ -60,7 +63,35 @@ def compile_layers(context: TransformContext) -> None:
     for layer_class, modules in by_class.items():
         compiled = CompiledClass(layer_class, options.compile_backend)
         for layer in modules:
-            layer.forward = partial(compiled, layer)
+            layer.forward, layer.compiled_class = partial(compiled, layer), compiled  # type: ignore[assignment]
+
+
+def compiled_layers(model: nn.Module) -> Counter[str]:
+    """Count the compiled layers of each class."""
+    parts = (getattr(module, "compiled_class", None) for module in model.modules())
+    return Counter(part.name for part in parts if isinstance(part, CompiledClass))
+
+
+def inside_compiled_layers(model: nn.Module) -> set[str]:
+    """Return the modules inside compiled layers, which their code does not call one by one."""
+    if _as_written:
+        return set()
+    layers = ((name, module) for name, module in model.named_modules() if hasattr(module, "compiled_class"))
+    return {f"{name}.{inner}" for name, layer in layers for inner, _ in layer.named_modules() if inner}
+
+
+_as_written = False
+
+
+@contextmanager
+def layers_as_written() -> Iterator[None]:
+    """Run layers as written inside this context, where something must see the modules inside of them."""
+    global _as_written
+    before, _as_written = _as_written, True
+    try:
+        yield
+    finally:
+        _as_written = before
 
 
 def is_asked_for(options: ParallelOptions) -> bool:
@@ -114,7 +145,7 @@ class CompiledClass:
         self._compile()
 
     def __call__(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        while self.is_compiled:
+        while self.is_compiled and not _as_written:
             try:
                 output = self._run(layer, *args, **kwargs)
             except Exception as error:
@@ -158,4 +189,5 @@ def first_line(error: Exception) -> str:
 
 
 def _report(text: str) -> None:
-    warnings.warn(text, stacklevel=2)
+    if world_rank() == 0:
+        warnings.warn(text, stacklevel=2)
