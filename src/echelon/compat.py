@@ -114,6 +114,13 @@ def without_dispatch_modes() -> Any:
     return _disable_current_modes()
 
 
+def tensor_without_storage(tensor_class: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+    """A tensor of a class that handles every call itself. Tried on 2.11 and 2.13."""
+    import torch
+
+    return torch.Tensor._make_wrapper_subclass(tensor_class, tuple(shape), dtype=dtype, device=device)
+
+
 def fake_tensor_mode() -> Any:
     """A context in which every tensor has a device and no memory, those that a model makes included. Tried on 2.13."""
     from torch._subclasses.fake_tensor import FakeTensorMode

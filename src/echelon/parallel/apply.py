@@ -21,6 +21,7 @@ from echelon.parallel.regional_compile import compile_layers
 from echelon.parallel.stage_modules import StageModules, keep_stage_modules
 from echelon.parallel.tp_strategy import tp_strategy
 from echelon.parallel.transform_context import TransformContext
+from echelon.parallel.user_head import fuse_user_head
 
 
 def apply(
@@ -43,6 +44,7 @@ def apply(
     apply_expert_parallel(context)  # ep, etp
     apply_sync_batchnorm(context)  # BatchNorm statistics over dp
     keep_stage_modules(context)  # pp
+    fuse_user_head(context)  # logits of a custom model that only its loss reads
     compile_layers(context)  # torch.compile of a user's layers
     apply_checkpointing(context)  # recompute
     apply_fp8(context)  # fp8 GEMMs

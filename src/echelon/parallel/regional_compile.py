@@ -106,11 +106,20 @@ def compilable_layers(model: nn.Module) -> tuple[str, ...]:
     return tuple(name for name in listed_layers(model) if _is_compilable(model.get_submodule(name)))
 
 
+def is_user_class(module_class: type[nn.Module]) -> bool:
+    """Return whether a class is not of this project."""
+    return module_class.__module__.partition(".")[0] != __name__.partition(".")[0]
+
+
 def _is_compilable(layer: nn.Module) -> bool:
     layer_class = type(layer)
-    is_ours = layer_class.__module__.partition(".")[0] == __name__.partition(".")[0]
     has_forward = layer_class.forward is not nn.Module.forward and "forward" not in vars(layer)
-    return has_forward and not is_ours and any(True for _ in layer.children()) and not compat.is_compiled(layer)
+    return (
+        has_forward
+        and is_user_class(layer_class)
+        and any(True for _ in layer.children())
+        and not compat.is_compiled(layer)
+    )
 
 
 def _obstacle(context: TransformContext) -> str:
