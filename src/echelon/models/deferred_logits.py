@@ -47,7 +47,7 @@ class DeferredLogits(Tensor):
     def compute(self) -> Tensor:
         return F.linear(self.hidden, self.weight).to(self.dtype)
 
-    def __repr__(self, **_options: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"DeferredLogits{tuple(self.shape)}"
 
     @classmethod
@@ -62,7 +62,9 @@ class DeferredLogits(Tensor):
         return func(*compute_all(args), **compute_all(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return func(*compute_all(args), **compute_all(kwargs or {}))
 
 
@@ -71,7 +73,7 @@ def compute_all(values: Any) -> Any:
     return compat.map_nested(lambda value: value.compute() if isinstance(value, DeferredLogits) else value, values)
 
 
-# -- what needs no logits: each handler returns None for arguments that it leaves to torch ------------------------------
+# -- what needs no logits: each handler returns None for arguments that it leaves to torch ----------------------------
 
 
 def _reshape(logits: DeferredLogits, *sizes: Any) -> DeferredLogits | None:
