@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from traced_modules import PlainGPT, words
 
+from echelon.launch.rank_pool import RankPool
 from echelon.models.foreign.causal_lm import ForeignLayer, derive_class
 from echelon.parallel.parallel_options import ParallelOptions
 from echelon.parallel.regional_compile import (
@@ -86,6 +88,37 @@ def test_layers_of_a_class_compile_once_and_as_one_graph(name: str) -> None:
     found = train(foreign(name), tokens(), layout, compile="on", compile_backend=backend)
     check_equal(found, expected)
     assert backend.graphs == 1
+
+
+def train_on_ranks(layout: str) -> list[tuple[float, float, int]]:
+    """Losses as written and compiled, and the compilations, of each step on one rank."""
+    outcomes = []
+    backend, engines = CountsCompilations(), []
+    for options in ({"compile": "off"}, {"compile": "on", "compile_backend": backend}):
+        engine = Engine(foreign("llama", 4), layout, SGD, options=ParallelOptions(**FLOAT64, **options))
+        engine.model.train()
+        engines.append(engine)
+    for _ in range(3):
+        losses = [engine.step(tokens()).loss for engine in engines]
+        outcomes.append((*losses, backend.graphs))
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=2,zero=3,recompute=full",
+        "pp=2,accumulate=2",
+        pytest.param("dp=2,zero=2,accumulate=2", marks=pytest.mark.soak),
+        pytest.param("pp=2,schedule=interleaved,vpp=2,accumulate=2,recompute=full", marks=pytest.mark.soak),
+    ],
+)
+def test_compiled_layers_on_ranks(layout: str, pool: RankPool) -> None:
+    """The second and third losses follow from gradients: all-gathered weights, several microbatches in flight."""
+    for outcomes in pool.run(train_on_ranks, 2, layout, timeout=120.0):
+        for as_written, compiled, _graphs in outcomes:
+            assert compiled == pytest.approx(as_written, rel=1e-11)
+        assert 1 <= outcomes[0][2] == outcomes[-1][2] <= 2
 
 
 def test_a_recomputed_layer_runs_compiled() -> None:
@@ -232,3 +265,14 @@ def test_modules_of_a_class_get_one_derived_class() -> None:
     assert type(first) is type(second)
     assert type(first) is not type(derive_class(Block(), nn.Identity))
     assert F.linear(torch.ones(1, 8), first.linear.weight).shape == (1, 8)
+
+
+@pytest.mark.soak
+def test_the_default_backend() -> None:
+    """Inductor, which needs a C++ compiler here."""
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler")
+    expected = train(Stack().double(), ROWS, "dp=1")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        check_equal(train(Stack().double(), ROWS, "dp=1", compile="on"), expected)
