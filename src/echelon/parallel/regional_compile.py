@@ -8,8 +8,9 @@ call kernels of their own.
 [Note: how much of a layer is compiled]
 
     whole      one graph, for the shapes at hand; after STATIC_COMPILATIONS of a class, for any shapes
-    in parts   the code calls what cannot be compiled, or depends on values of tensors: what is between is compiled
-    not        the compiler raised an error: the layer runs as written
+    in parts   the code calls what is not compiled (a collective of tensor parallelism, say), or depends on values of
+               tensors: what is between is compiled
+    not        the compiler raised an error, or a layer that is recomputed would be compiled in parts: as written
 
 Each step down is reported once for a class, with the cause. Guards of a compilation must not tell layers apart: what is
 particular to a layer (the key of a dropout, say) reaches compiled code as a tensor.
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -32,6 +34,7 @@ from echelon.layout.layout import SPLIT_BACKWARD_SCHEDULES
 from echelon.memory.compression import cost as compression_cost
 from echelon.models.layer_lists import listed_layers
 from echelon.models.traced.graph_model import GraphModel
+from echelon.parallel.comm.autograd_collective import keep_out_of_compiled_code
 from echelon.parallel.comm.mesh_axis import world_rank
 
 if TYPE_CHECKING:
@@ -56,20 +59,22 @@ def compile_layers(context: TransformContext) -> None:
     if layers and (reason := _obstacle(context)):
         _report(f"layers are not compiled: {reason}; {OFF}")
         return
+    keep_out_of_compiled_code()
     by_class: dict[type[nn.Module], list[nn.Module]] = {}
     for name in layers:
         layer = context.model.get_submodule(name)
         by_class.setdefault(type(layer), []).append(layer)
     for layer_class, modules in by_class.items():
-        compiled = CompiledClass(layer_class, options.compile_backend)
+        allows_parts = context.layout.recompute == "none"
+        compiled = CompiledClass(layer_class, options.compile_backend, allows_parts=allows_parts)
         for layer in modules:
             layer.forward, layer.compiled_class = partial(compiled, layer), compiled  # type: ignore[assignment]
 
 
 def compiled_layers(model: nn.Module) -> Counter[str]:
     """Count the compiled layers of each class."""
-    parts = (getattr(module, "compiled_class", None) for module in model.modules())
-    return Counter(part.name for part in parts if isinstance(part, CompiledClass))
+    classes = (getattr(module, "compiled_class", None) for module in model.modules())
+    return Counter(found.name for found in classes if isinstance(found, CompiledClass))
 
 
 def inside_compiled_layers(model: nn.Module) -> set[str]:
@@ -125,7 +130,9 @@ def _is_compilable(layer: nn.Module) -> bool:
 def _obstacle(context: TransformContext) -> str:
     """Return what in a layout must see the operators of a layer one by one; empty if nothing."""
     layout, options, model = context.layout, context.options, context.model
-    for axis in ("tp", "cp", "ep"):
+    if layout.tp > 1 and layout.tp_kind != "1d":
+        return f"ranks communicate inside of their linears (tp_kind={layout.tp_kind})"
+    for axis in ("cp", "ep"):
         if getattr(layout, axis) > 1:
             return f"ranks communicate inside of them ({axis}={getattr(layout, axis)})"
     if layout.pp > 1 and layout.schedule in SPLIT_BACKWARD_SCHEDULES:
@@ -142,39 +149,56 @@ def _obstacle(context: TransformContext) -> str:
 class CompiledClass:
     """The forward of all layers of one class, compiled: called with the layer, then its arguments."""
 
-    def __init__(self, layer_class: type[nn.Module], backend: str | Callable[..., Any] = "inductor"):
+    def __init__(
+        self,
+        layer_class: type[nn.Module],
+        backend: str | Callable[..., Any] = "inductor",
+        *,
+        allows_parts: bool = True,
+    ):
         self.name, self.as_written = layer_class.__name__, layer_class.forward
         self.backend = compat.compiler_backend(backend) if isinstance(backend, str) else backend
+        self.allows_parts = allows_parts
+        """a layer that is recomputed must save the same tensors again, which only one graph is sure to do"""
         self.num_compilations = 0
         """graphs that were compiled"""
-        self.is_whole, self.is_compiled, self.is_dynamic = True, True, False
+        self.is_whole, self.is_dynamic = True, False
         """see [Note: how much of a layer is compiled]"""
-        self._has_run = False
+        self._has_run, self._is_reported = False, False
+        self._written: WeakSet[nn.Module] = WeakSet()
+        """layers that run as written: others may wait for a backward that recomputes what they ran"""
         torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, MAX_COMPILATIONS)
         self._compile()
 
+    @property
+    def is_compiled(self) -> bool:
+        """Some layer runs compiled, or has not run yet."""
+        return self._has_run or not self._written
+
     def __call__(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        while self.is_compiled and not _as_written:
-            try:
-                output = self._run(layer, *args, **kwargs)
-            except Exception as error:
-                if self._has_run and not compat.is_compile_error(error):
-                    raise  # of the layer, or of what surrounds it
-                failure = error
-            else:
-                self._has_run = True
-                self._allow_any_shapes()
-                return output
-            if self.is_whole and compat.is_graph_break(failure):
-                self.is_whole = False
-                self._compile()
-                _report(f"layers {self.name} are compiled in parts: {first_line(failure)}; {OFF}")
-                continue
-            output = self.as_written(layer, *args, **kwargs)  # raises if the error was the layer's own
-            self.is_compiled = False
-            _report(f"layers {self.name} are not compiled: {first_line(failure)}; {OFF}")
+        if _as_written or not self.is_compiled or layer in self._written:
+            return self.as_written(layer, *args, **kwargs)
+        try:
+            output = self._run(layer, *args, **kwargs)
+        except Exception as error:
+            if self._has_run and not compat.is_compile_error(error):
+                raise  # of the layer, or of what surrounds it
+            failure = error
+        else:
+            self._has_run = True
+            self._allow_any_shapes()
             return output
-        return self.as_written(layer, *args, **kwargs)
+        if self.is_whole and self.allows_parts and compat.is_graph_break(failure):
+            self.is_whole = False
+            self._compile()
+            _report(f"layers {self.name} are compiled in parts: {first_line(failure)}; {OFF}")
+            return self(layer, *args, **kwargs)
+        output = self.as_written(layer, *args, **kwargs)  # raises if the error was the layer's own
+        self._written.add(layer)
+        if not self._is_reported:
+            self._is_reported = True
+            _report(f"layers {self.name} are not compiled: {first_line(failure)}; {OFF}")
+        return output
 
     def _compile(self) -> None:
         self._run = torch.compile(
