@@ -47,7 +47,7 @@ class DeferredLogits(Tensor):
     def compute(self) -> Tensor:
         return F.linear(self.hidden, self.weight).to(self.dtype)
 
-    def __repr__(self, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DeferredLogits{tuple(self.shape)}"
 
     @classmethod
