@@ -77,6 +77,7 @@ BATCH = {
     "tokens": torch.randint(0, WORDS, (4, 6), generator=torch.Generator().manual_seed(1)),
     "targets": torch.randint(0, WORDS, (4, 6), generator=torch.Generator().manual_seed(2)),
 }
+BATCH["targets"][:, 2] = 5  # which a loss ignores
 
 
 @pytest.fixture
