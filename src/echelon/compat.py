@@ -114,6 +114,13 @@ def without_dispatch_modes() -> Any:
     return _disable_current_modes()
 
 
+def tensor_without_storage(tensor_class: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+    """A tensor of a class that handles every call itself. Tried on 2.11 and 2.13."""
+    import torch
+
+    return torch.Tensor._make_wrapper_subclass(tensor_class, tuple(shape), dtype=dtype, device=device)
+
+
 def fake_tensor_mode() -> Any:
     """A context in which every tensor has a device and no memory, those that a model makes included. Tried on 2.13."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -151,6 +158,40 @@ def has_hooks_or_patched_forward(module: torch.nn.Module) -> bool:
     """Whether a module has hooks or a replaced forward, so that its `forward` must be called. Tried on 2.13."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(module, name) for name in hooks) or "forward" in vars(module)
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether `module.compile()` was called. Tried on 2.11 and 2.13."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def compiler_backend(name: str) -> Callable[..., Any]:
+    """A backend of `torch.compile`: from a graph and example inputs to a function. Tried on 2.11 and 2.13."""
+    from torch._dynamo import lookup_backend
+
+    backend: Callable[..., Any] = lookup_backend(name)
+    return backend
+
+
+def is_compile_error(error: Exception) -> bool:
+    """Whether `torch.compile` raised an error, at a call, and not the code that it compiled. Tried on 2.11 and 2.13."""
+    from torch._dynamo import exc
+
+    return isinstance(error, exc.TorchDynamoException | exc.FailOnRecompileLimitHit)
+
+
+def is_graph_break(error: Exception) -> bool:
+    """Whether `torch.compile(fullgraph=True)` met code that it can only leave out. Tried on 2.11 and 2.13."""
+    from torch._dynamo import exc
+
+    is_fault = isinstance(error, exc.BackendCompilerFailed | exc.InternalTorchDynamoError)
+    return is_compile_error(error) and not is_fault
+
+
+def compile_error_cause(error: Exception) -> BaseException:
+    """What a backend of `torch.compile` raised, of an error that reports it. Tried on 2.11 and 2.13."""
+    cause: BaseException = getattr(error, "inner_exception", error)
+    return cause
 
 
 def cudnn_attention(

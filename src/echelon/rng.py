@@ -261,6 +261,7 @@ class RandomSite(nn.Module):
         self.stream = stream
         self._seed = stream.seed if stream else 0
         self._key = key(self._seed, site)
+        self._key_tensor = torch.tensor(self._key, device="cpu")
 
     def keys_and_index(self, shape: Sequence[int], window: PartialDims, device: torch.device) -> tuple[Tensor, Tensor]:
         """The key of each row, and the index of each element in the full sample."""
@@ -275,6 +276,8 @@ class RandomSite(nn.Module):
                 f"(input {tuple(shape)}, samples {given}); set stream.samples to an int64 tensor, one number per row"
             )
         index = partial_index(shape[1:], {dim - 1: part for dim, part in window.items()}, device)
+        if torch.compiler.is_compiling():  # as a tensor, or the compiler would make one program for each site
+            return bits(0, samples.to(device) ^ self._key_tensor), index
         return bits(self._key, samples.to(device)), index
 
 

@@ -55,8 +55,9 @@ def test_every_forward_copies_the_model_out_and_gathers_logits_and_gradients() -
 
 def test_one_interpreter_launches_the_kernels_of_all_devices() -> None:
     """A model so small that the host sets the pace: eight devices take eight times as long to launch."""
-    one, eight = (price_data_parallel(scenario(f"dp={n},microbatch=1", "gpt-tiny")) for n in (1, 8))
-    own = price(scenario("dp=8,microbatch=1", "gpt-tiny"))  # alone, a device would launch a graph
+    # Two microbatches: one of one device would be launched as one graph.
+    one, eight = (price_data_parallel(scenario(f"dp={n},microbatch=1,accumulate=2", "gpt-tiny")) for n in (1, 8))
+    own = price(scenario("dp=1,microbatch=1,accumulate=2", "gpt-tiny"))
     assert one.times["launches"] == pytest.approx(own.times["launches"])
     forward = own.times["launches"] / 2
     assert eight.times["launches"] == pytest.approx(9 * forward, rel=0.05), "backward has a thread for each device"

@@ -17,9 +17,11 @@ from echelon.parallel.ep.expert_parallel import apply_expert_parallel
 from echelon.parallel.mixed_precision import apply_fp8, compute_in_fp32, mark_fp32_params
 from echelon.parallel.parallel_model import ParallelModel
 from echelon.parallel.parallel_options import ParallelOptions
+from echelon.parallel.regional_compile import compile_layers
 from echelon.parallel.stage_modules import StageModules, keep_stage_modules
 from echelon.parallel.tp_strategy import tp_strategy
 from echelon.parallel.transform_context import TransformContext
+from echelon.parallel.user_head import fuse_user_head
 
 
 def apply(
@@ -42,6 +44,8 @@ def apply(
     apply_expert_parallel(context)  # ep, etp
     apply_sync_batchnorm(context)  # BatchNorm statistics over dp
     keep_stage_modules(context)  # pp
+    fuse_user_head(context)  # logits of a custom model that only its loss reads
+    compile_layers(context)  # torch.compile of a user's layers
     apply_checkpointing(context)  # recompute
     apply_fp8(context)  # fp8 GEMMs
     compute_in_fp32(context)  # keep_fp32: casts around those modules

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from echelon.precision import fp8_linear
 CHOICES = {
     "kernels": ("auto", "plain"),
     "cuda_graphs": ("auto", "on", "off"),
+    "compile": ("auto", "on", "off"),
     "matmul_precision": ("same", *fp8_linear.FP8_RECIPES),
     "compress": compression_cost.COMPRESSIONS,
 }
@@ -39,6 +41,10 @@ class ParallelOptions:
     """`auto` uses our Triton kernels on a GPU, `plain` uses torch operators everywhere"""
     cuda_graphs: str = "auto"
     """`auto` captures launch-bound steps of our own models on one GPU, `on` those of any model (graphed_step.py)"""
+    compile: str = "auto"
+    """whether layers of a user's model are compiled (regional_compile.py); `auto` compiles on a GPU"""
+    compile_backend: str | Callable[..., Any] = "inductor"
+    """the backend of `torch.compile`; tests pass a cheaper one"""
     compress: str = compression_cost.NONE
     """compression of saved tensors (`lossless`, `lossless+fp8`): memory/compression/cost.py"""
     seed: int = 0

@@ -31,6 +31,7 @@ def parallel_options(config: Config, device: torch.device) -> ParallelOptions:
         matmul_precision=precision.compute,
         kernels=config.kernels,
         cuda_graphs=config.cuda_graphs,
+        compile=config.compile,
         compress=config.compress,
         seed=config.seed,
         reshard_after_forward=config.shard.reshard_after_forward,

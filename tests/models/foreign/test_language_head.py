@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from foreign_families import FAMILIES, build_family
 from live_tensor_bytes import LivingBytes
 
+from echelon.kernels.layers.cross_entropy import linear_cross_entropy
 from echelon.kernels.memory_limits import TORCH_LOGIT_BYTES
 from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
+from echelon.models.foreign import language_head
 from echelon.models.foreign.causal_lm import adapt
 from echelon.models.foreign.language_head import LogitMap
 from echelon.verification.verifier import Verifier
@@ -23,6 +25,18 @@ pytest.importorskip("transformers")
 
 WITH_MAPS = ("gemma2", "cohere", "granite")
 """capped and scaled logits"""
+
+
+class HasKernels:
+    """In place of `dispatch`, on a machine without a GPU."""
+
+    @staticmethod
+    def use_triton(_x: torch.Tensor) -> bool:
+        return True
+
+    @staticmethod
+    def autocast_enabled(_x: torch.Tensor) -> bool:
+        return False
 
 
 def batch(rows: int = 2, length: int = 11, vocab: int = 97) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,6 +119,7 @@ MIXED = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from echelon.models.foreign import language_head
 from echelon.models.foreign.causal_lm import adapt
 
 
@@ -149,3 +164,25 @@ def test_logits_that_depend_on_others_are_gathered(mixed: str, layout: str, pool
     case = VerifyCase(model=f"{path}:build", batch_function=f"{path}:batch", steps=1)
     verdict = Verifier(pool, case).verify_layout(Layout.parse(layout))
     assert verdict.passed, verdict.trouble or verdict
+
+
+@pytest.mark.parametrize(("name", "is_fused"), [("llama", True), ("qwen2", True), ("gemma2", False), ("phi", False)])
+def test_plain_logits_have_the_loss_of_our_kernel(name: str, is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those that a class caps, nor those with a bias."""
+    calls: list[torch.Tensor] = []
+
+    def spy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        calls.append(hidden)
+        return linear_cross_entropy(hidden, weight, targets)
+
+    monkeypatch.setattr(language_head, "linear_cross_entropy", spy)
+    torch.manual_seed(1)
+    model = adapt(build_family(name).double()).eval()
+    tokens, targets = batch()
+    wanted = gradients(model, model(tokens=tokens, targets=targets)[0])
+    assert not calls
+    monkeypatch.setattr(language_head, "dispatch", HasKernels)
+    found = gradients(model, model(tokens=tokens, targets=targets)[0])
+    assert bool(calls) == is_fused
+    for key, gradient in found.items():
+        torch.testing.assert_close(gradient, wanted[key], rtol=1e-11, atol=1e-12)

@@ -243,14 +243,14 @@ class ForeignCausalLM(nn.Module):
 
     def _chunked_loss(self, head_input: Tensor, targets: Tensor) -> Tensor:
         head = self.get_submodule(self.layer_stack.head_name)
-        total: Tensor = head(head_input, targets=targets, losses=self._losses_of_head_output)
+        losses = self.token_losses if self.logit_map.is_identity else self._losses_of_head_output
+        total: Tensor = head(head_input, targets=targets, losses=losses)
         return total
 
     def _losses_of_head_output(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The losses of some tokens, [tokens, words] and [tokens]: each is a sequence of its own to the class."""
-        if not self.logit_map.is_identity:
-            logits = self.layer_stack.finish_logits(self, logits.unsqueeze(1)).squeeze(1)
-        return self.token_losses(logits, targets)
+        finished = self.layer_stack.finish_logits(self, logits.unsqueeze(1)).squeeze(1)
+        return self.token_losses(finished, targets)
 
     @property
     def divides_loss(self) -> bool:
@@ -507,9 +507,10 @@ def adapt_if_foreign(model: nn.Module) -> Any:
 
 
 def derive_class(module: nn.Module, mixin: type[nn.Module]) -> Any:
-    """Put a class before the module's own, under the same name."""
+    """Put a class before the module's own, under the same name: one for all modules of a class, which compile once."""
     own = type(module)
-    module.__class__ = type(own.__name__, (mixin, own), {"__module__": own.__module__})
+    derived = next((known for known in own.__subclasses__() if known.__bases__ == (mixin, own)), None)
+    module.__class__ = derived or type(own.__name__, (mixin, own), {"__module__": own.__module__})
     return module
 
 

@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.kernels.layers.cross_entropy import TokenLosses, chunked_linear_loss
+from echelon.kernels import dispatch
+from echelon.kernels.layers.cross_entropy import (
+    TokenLosses,
+    chunked_linear_loss,
+    linear_cross_entropy,
+    token_cross_entropy,
+)
 from echelon.kernels.memory_limits import TORCH_LOGIT_BYTES, tokens_per_chunk
 from echelon.models.foreign.float64_casts import float64_casts
 from echelon.models.foreign.layer_stack import LayerStack
@@ -49,12 +55,23 @@ class LanguageHead(nn.Module):
         """The logits; with `targets`, the sum of the losses, of which `losses` computes some tokens at a time."""
         if targets is None or losses is None:
             return self._gather(super().forward(hidden))
-        words = self.gathered_words or self.weight.shape[0]
+        if not dispatch.autocast_enabled(hidden):
+            return self._sum_losses(hidden, self.weight, self.bias, targets, losses)
+        device, bias = hidden.device.type, self.bias
+        dtype = torch.get_autocast_dtype(device)
+        with torch.autocast(device, enabled=False):  # autograd functions of ours choose their dtypes themselves
+            bias = None if bias is None else bias.to(dtype)
+            return self._sum_losses(hidden.to(dtype), self.weight.to(dtype), bias, targets, losses)
+
+    def _sum_losses(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, losses: TokenLosses
+    ) -> Tensor:
+        is_plain = losses is token_cross_entropy and bias is None and self.gather is None
+        if is_plain and weight.dtype == hidden.dtype and dispatch.use_triton(hidden):
+            return linear_cross_entropy(hidden, weight, targets)
+        words = self.gathered_words or weight.shape[0]
         return chunked_linear_loss(
-            hidden,
-            self.weight,
-            self.bias,
-            targets,
+            *(hidden, weight, bias, targets),
             lambda logits, some: losses(self._gather(logits), some),
             chunk_tokens=self.chunk_tokens or tokens_per_chunk(words, TORCH_LOGIT_BYTES),
         )

@@ -1,7 +1,8 @@
 """Hooks on the outputs of a model's modules, for NaN debugging and the replay check.
 
 Our linear layers are excluded: those that share an input are fused into one GEMM unless they have hooks, and an
-observed step must compute what every other step does. Their values reach the output of the containing module.
+observed step must compute what every other step does. Their values reach the output of the containing module. For the
+same reason modules inside compiled layers have none, unless layers run as written.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from echelon.models.layers import Linear
 from echelon.parallel.dp.sharded_model import iter_tensors
+from echelon.parallel.regional_compile import inside_compiled_layers
 
 OutputCallback = Callable[[str, Tensor], None]
 """takes a module's name and a floating-point tensor of its output"""
@@ -22,10 +24,11 @@ OutputCallback = Callable[[str, Tensor], None]
 
 def hookable_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that may have hooks, by name."""
+    inside = inside_compiled_layers(model)
     return {
         name: module
         for name, module in model.named_modules()
-        if name and not isinstance(module, Linear) and not hasattr(module, "together")
+        if name and name not in inside and not isinstance(module, Linear) and not hasattr(module, "together")
     }
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from echelon.moe.experts import Experts
 from echelon.parallel.comm.axis_names import WORLD_AXIS
 from echelon.parallel.parallel_model import ParallelModel
+from echelon.parallel.regional_compile import layers_as_written
 from echelon.training.batch_sharding import Microbatch
 from echelon.training.guard.module_outputs import watch_outputs
 from echelon.training.guard.replay_check import StepSnapshot
@@ -156,7 +157,7 @@ def first_nonfinite_output(engine: Engine, microbatches: Iterable[Microbatch]) -
         finite.append(torch.isfinite(value).all())
 
     snapshot = StepSnapshot(engine)
-    with watch_outputs(engine.model, check):
+    with layers_as_written(), watch_outputs(engine.model, check):
         engine.forward_only(microbatches)
     snapshot.restore()
     flags = torch.stack(finite).tolist() if finite else ()

@@ -22,6 +22,7 @@ from echelon.parallel.dp import cost as dp_cost
 from echelon.parallel.dp import zero as shard
 from echelon.parallel.dp.master_weights import SplitMasterWeights
 from echelon.parallel.ep.cost import MAX_LOAD_FACTOR
+from echelon.parallel.regional_compile import compiled_layers
 from echelon.parallel.tp import cost as tp_cost
 from echelon.pipeline.execution.pipeline import Pipeline
 from echelon.training import step_comm_volume
@@ -107,6 +108,9 @@ def _precision_settings(engine: Engine) -> Iterator[ResolvedSetting]:
         fused = options.kernels == "auto" and dispatch.triton_enabled()
         why = "norms, rotary embedding, SwiGLU, LM head loss, update" if fused else "as configured, or without Triton"
         yield "kernels", "fused" if fused else "plain torch", why
+    if counts := compiled_layers(engine.model):
+        shown = ", ".join(f"{count} {name}" for name, count in counts.items())
+        yield "compiled", shown, "the layers, once for each class; with compile=off as written"
 
 
 def _recompute_settings(engine: Engine) -> Iterator[ResolvedSetting]:
