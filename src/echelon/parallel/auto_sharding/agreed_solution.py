@@ -24,8 +24,8 @@ def agree_on_solution(
     answer = json.loads(_broadcast(_solved(solve) if axis.index == 0 else "", axis, device))
     if "error" in answer:
         raise ValueError(answer["error"])
-    lists = {key: tuple(answer.pop(key)) for key in ("strategies", "recomputed_layers")}
-    return ShardingSolution(cost=ShardingCost(**answer.pop("cost")), **lists, **answer)
+    answer |= {key: tuple(answer[key]) for key in ("strategies", "recomputed_layers")}
+    return ShardingSolution(**answer | {"cost": ShardingCost(**answer["cost"])})
 
 
 def _solved(solve: Callable[[], ShardingSolution]) -> str:
