@@ -188,6 +188,12 @@ def changed_input(m: Any, x: Tensor) -> Tensor:
     return x.add_(1) @ m.weight
 
 
+def changed_parameter(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.weight.clamp_(max=1.0)
+    return x @ m.weight
+
+
 RANDOM = {
     "rand": lambda m, x: x @ m.weight * torch.rand_like(x),
     "native_dropout": lambda m, x: F.dropout(x @ m.weight, 0.3),
@@ -207,6 +213,7 @@ REFUSED: Mapping[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "numpy": (lambda m, x: m.weight * x.numpy().sum(), "cannot be traced without values"),
     "own backward": (lambda m, x: Reversed.apply(x @ m.weight), "calls Reversed, an autograd.Function, whose backward"),
     "input": (changed_input, "the forward changes one of its inputs (x); let it return a new tensor"),
+    "parameter": (changed_parameter, "the forward changes a parameter (weight); only the optimizer may"),
 }
 KEPT: Mapping[str, Callable[[Any, Tensor], Any]] = {
     "no dropout": lambda m, x: F.dropout(x @ m.weight, 0.3, training=False) + F.dropout(x, 0.0),
