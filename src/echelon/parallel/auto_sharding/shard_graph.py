@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +22,6 @@ from echelon.layout.placement import DimSplit, LogicalParam
 from echelon.models.traced.graph_model import GraphModel, with_rows
 from echelon.models.traced.graph_trace import UntraceableError
 from echelon.models.traced.traced_graph import CALL, INPUT, PARAM, Segment, TracedGraph
-from echelon.parallel.auto_sharding.agreed_solution import agree_on_solution, check_equal_problems
 from echelon.parallel.auto_sharding.divided_weights import divide_weights
 from echelon.parallel.auto_sharding.op_rules import shardable_ops
 from echelon.parallel.auto_sharding.sharded_runner import ShardedRunner
@@ -32,6 +30,7 @@ from echelon.parallel.auto_sharding.sharding_problem import AxisLink, ShardingPr
 from echelon.parallel.auto_sharding.solve_sharding import solve
 from echelon.parallel.auto_sharding.split_overrides import fixed_states
 from echelon.parallel.comm.axis_names import WORLD_AXIS
+from echelon.parallel.comm.first_rank import call_on_first_rank, first_different_rank
 from echelon.rng import Dropout
 
 if TYPE_CHECKING:
@@ -207,15 +206,30 @@ def shard_graph_model(context: TransformContext, model: GraphModel) -> list[Logi
     axis, layout, device = context.axes["tp"], context.layout, context.options.device
     world = context.axes[WORLD_AXIS]
 
-    def search_together(problem: ShardingProblem, link: AxisLink, fixed: Mapping[int, Sharding]) -> ShardingSolution:
-        check_equal_problems(problem, world, device)
-        return agree_on_solution(partial(search, problem, link, fixed), world, device)
+    def search_once(problem: ShardingProblem, link: AxisLink, fixed: Mapping[int, Sharding]) -> ShardingSolution:
+        if (other := first_different_rank(problem.ops, world, device)) is not None:
+            raise ValueError(
+                f"ranks traced different graphs of {type(model).__name__} (ranks 0 and {other}); let its forward "
+                "depend on its inputs alone, not on the rank"
+            )
+        return _search_on_first_rank(problem, link, fixed, world, device)
 
-    split = split_module(model, axis.size, sequence_parallel=bool(layout.sp), search=search_together)
+    split = split_module(model, axis.size, sequence_parallel=bool(layout.sp), search=search_once)
     model.make_runner = _runner_factory(model, split, axis, device, sequence_parallel=bool(layout.sp))
     model.runs_graph = True
     states = split.param_states
     return [_placed(param, states, axis.size) for param in context.params]
+
+
+def _search_on_first_rank(
+    problem: ShardingProblem,
+    link: AxisLink,
+    fixed: Mapping[int, Sharding],
+    axis: MeshAxis,
+    device: torch.device | None,
+) -> ShardingSolution:
+    """The first rank's solution: after the time limit, each rank could have found another."""
+    return ShardingSolution.from_dict(call_on_first_rank(lambda: asdict(search(problem, link, fixed)), axis, device))
 
 
 def _placed(param: LogicalParam, states: Mapping[str, Sharding], size: int) -> LogicalParam:
@@ -242,7 +256,7 @@ def _runner_factory(
             problem = _problem(model, graph, axis.size, sequence_parallel=sequence_parallel, varying=varying)
             states = split.param_states
             fixed = {i: states[op.param] for i, op in enumerate(problem.ops) if op.param in states}
-            solved = agree_on_solution(partial(search, problem, split.link, fixed), axis, device)
+            solved = _search_on_first_rank(problem, split.link, fixed, axis, device)
             chosen = tuple(op.strategies[index] for op, index in zip(problem.ops, solved.strategies, strict=True))
         return ShardedRunner(graph, chosen, axis)
 
