@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -275,3 +277,32 @@ def test_a_trace_keeps_values_and_gradients(name: str) -> None:
     found.sum().backward()
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(model.weight.grad, gradient)
+
+
+TRACE_A_BRANCH = """
+import sys
+from multiprocessing import synchronize
+
+import torch
+from torch import nn
+
+made = []
+synchronize.SemLock.__init__ = lambda self, *args, **kwargs: made.append(self)
+from echelon.models.traced.graph_trace import UntraceableError, trace
+
+class Branch(nn.Linear):
+    def forward(self, x):
+        return self.bias if x.sum() > 0 else self.weight
+
+try:
+    trace(Branch(2, 2), {"x": torch.zeros(2, 2)})
+except UntraceableError:
+    trace(nn.Linear(2, 2), {"input": torch.zeros(2, 2)})
+    sys.exit(7 + len(made))
+"""
+
+
+def test_an_export_leaves_no_graphs_on_the_terminal_and_no_semaphores() -> None:
+    """Of eight ranks, a refusal of one sentence came behind hundreds of lines; semaphores outlived killed ranks."""
+    run = subprocess.run([sys.executable, "-c", TRACE_A_BRANCH], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (7, "", "")

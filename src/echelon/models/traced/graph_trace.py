@@ -18,6 +18,7 @@ from echelon.compat import unflatten_outputs
 from echelon.models.layer_lists import listed_layers
 from echelon.models.traced.module_call import ModuleCall, modules_as_calls
 from echelon.models.traced.python_state import Attributes, changes_result, record_changes
+from echelon.models.traced.quiet_export import quiet_export
 from echelon.models.traced.traced_graph import (
     BUFFER,
     CALL,
@@ -100,7 +101,8 @@ def _trace_once(template: nn.Module, inputs: Mapping[str, Any]) -> TracedGraph:
         key: torch.empty_like(value, device="cpu") if isinstance(value, Tensor) else value
         for key, value in inputs.items()
     }
-    with modules_as_calls(template) as calls, _refuse_own_backward(template), warnings.catch_warnings():
+    quiet, recorded = quiet_export(), modules_as_calls(template)
+    with recorded as calls, _refuse_own_backward(template), quiet, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.export announces changes of its own
         try:
             program = torch.export.export(template, (), on_cpu, strict=False)
