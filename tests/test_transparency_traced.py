@@ -34,6 +34,7 @@ OFTEN = [
     ("llama", "tp=2,recompute=full"),
     ("two-tower", "tp=2,sp=0"),
     ("u-net", "pp=2,accumulate=2"),
+    ("gpt", "pp=2,accumulate=4,schedule=zb-h1"),
 ]
 LAYOUTS = (
     *("tp=2", "tp=4", "tp=2,sp=0", "dp=2,tp=2,zero=3", "pp=2,accumulate=2", "dp=2,tp=2,pp=2,zero=1"),
