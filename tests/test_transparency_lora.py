@@ -6,8 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from collective_cost_check import check
 from foreign_families import write_family
+from torch import Tensor, nn
 
 from echelon.config.sections import LoRAConfig
 from echelon.launch.rank_pool import RankPool
@@ -106,3 +108,37 @@ def test_the_gradient_of_a_replicated_factor_must_be_reduced(model: str, pool: R
     verdict = verdict_of(model, "tp=2,sp=0", pool, tmp_path, ALL, leave_out="tp:all_reduce")
     assert not verdict.passed
     assert verdict.axis == "tp"
+
+
+class CalledTwice(nn.Module):
+    """A layer that runs before and after the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs, self.layers = nn.Linear(6, 8), nn.ModuleList(nn.Sequential(nn.Linear(8, 8)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.inputs(x)
+        for number in (0, 1, 0, 2):
+            x = torch.tanh(self.layers[number](x)) + x
+        return x.square().sum(), torch.tensor(len(x))
+
+
+def called_twice() -> nn.Module:
+    return CalledTwice()
+
+
+def rows(number: int, step: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(number, 6, generator=torch.Generator().manual_seed(step))}
+
+
+@pytest.mark.parametrize("train", [("inputs",), ()])
+def test_frozen_weights_of_a_layer_that_is_called_twice(train: tuple[str, ...], pool: RankPool) -> None:
+    """The backward of its second call freed what that of the first had yet to read."""
+    config = replace(FLOAT64, lora=replace(ALL, dropout=0.0, train=train))
+    case = VerifyCase(
+        model=f"{__file__}:called_twice", batch_function=f"{__file__}:rows", steps=2, seed=0, config=config
+    )
+    verdict = Verifier(pool, case).verify_layout(Layout.parse("dp=2,zero=3"))
+    assert not verdict.trouble, verdict.trouble
+    assert verdict.passed, verdict.first_difference

@@ -19,13 +19,14 @@ class DoneWork:
 
 
 class ThreadRank:
-    """One thread's view of the axis: the collectives of `MeshAxis` that conversions use. `dropped` ones do nothing."""
+    """One thread's view of the axis: some collectives of `MeshAxis`. `dropped` ones do nothing."""
 
     name = "tp"
 
     def __init__(self, index: int, slots: list[Any], barrier: threading.Barrier, dropped: str = "") -> None:
         self.index, self.size, self._slots, self._barrier, self._dropped = index, len(slots), slots, barrier, dropped
         self.issued: list[str] = []
+        self.ranks = tuple(range(self.size))
 
     def _exchange(self, op: str, tensor: Tensor) -> list[Tensor]:
         self.issued.append(op)
@@ -38,6 +39,9 @@ class ThreadRank:
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Tensor:
         found = self._exchange("all_reduce", tensor)
         return tensor if self._dropped == "all_reduce" else tensor.copy_(torch.stack(found).sum(0))
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        return tensor.copy_(self._exchange("broadcast", tensor)[0])
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return torch.stack(self._exchange("all_gather", tensor))

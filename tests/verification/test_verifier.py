@@ -91,6 +91,39 @@ def test_a_layout_that_raises_fails_with_the_reason(pool: RankPool) -> None:
     assert report.to_json()["layouts"][0]["trouble"] == verdict.trouble
 
 
+class Unlisted(Own):
+    """No list of layers, and no branch on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.layers
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return F.cross_entropy(self.head(torch.tanh(x)), labels, reduction="sum"), torch.tensor(len(x))
+
+
+def unlisted_model() -> nn.Module:
+    return Unlisted()
+
+
+def test_a_refusal_is_its_sentence_alone(pool: RankPool) -> None:
+    """The traceback is our own, and tells a user nothing."""
+    report = verifier.verify(unlisted_model, "pp=2,accumulate=2", batch=batch, pool=pool)
+    assert report.verdicts[0].trouble == (
+        "a pipeline cuts a model between the layers that its forward calls, and Unlisted has no nn.ModuleList or "
+        "nn.Sequential of them; list its layers, or use pp=1"
+    )
+
+
+def settings_batch(rows: int, seed: int) -> dict[str, object]:
+    return {**batch(rows, seed), "mode": "sum"}
+
+
+def test_a_batch_with_settings_is_refused(pool: RankPool) -> None:
+    report = verifier.verify(build, "dp=2", batch=settings_batch, pool=pool)
+    assert report.verdicts[0].trouble.startswith("a batch consists of tensors (mode: str); give")
+
+
 def counting_copies(case: VerifyCase, layout: str, leave_out: str, truth: Path) -> RankReport:
     """On a rank: a placement record in which everybody owns everything."""
     whole = Placement._is_owner

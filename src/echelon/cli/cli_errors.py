@@ -15,12 +15,10 @@ import typer
 from echelon.input_file import os_reason
 from echelon.launch.rank_failure import RankError, traceback_modules, user_error_messages
 from echelon.launch.world import JoinError
-from echelon.models.user_model import USER_MODULE_PREFIX
+from echelon.models.user_model import USER_MODULE_PREFIX, is_refusal
 
 EXIT_BAD_INPUT, EXIT_FAILED = 2, 1
 MAX_LINE = 2000
-PATH_MODULES = ("pathlib", "os", "posixpath", "genericpath", "shutil")
-"""modules that raise for a path that Echelon gave them"""
 
 
 @contextmanager
@@ -29,7 +27,7 @@ def report_errors(as_json: bool) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if not _is_user_error(traceback_modules(error)):
+        if not is_refusal(traceback_modules(error)):
             raise
         _print_errors(as_json, user_error_messages(error))
         raise typer.Exit(EXIT_BAD_INPUT) from None
@@ -44,7 +42,7 @@ def report_errors(as_json: bool) -> Iterator[None]:
         raise typer.Exit(EXIT_FAILED) from None
     except RankError as error:
         failure = error.failure
-        if failure is not None and failure.user_errors and _is_user_error(failure.modules):
+        if failure is not None and failure.user_errors and is_refusal(failure.modules):
             _print_errors(as_json, failure.user_errors)
             raise typer.Exit(EXIT_BAD_INPUT) from None
         _print_errors(as_json, [f"echelon: {error}"])
@@ -61,13 +59,6 @@ def _print_errors(as_json: bool, errors: Sequence[str]) -> None:
 def _shorten(line: str) -> str:
     """The start of a line: a value of a broken file may have any length."""
     return line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]}…"
-
-
-def _is_user_error(modules: Sequence[str]) -> bool:
-    """Whether Echelon's own code raised, not a user's model or a library, whose traceback is needed."""
-    raised = [name for name in modules if name not in PATH_MODULES][-1:]
-    ours = bool(raised) and raised[0].partition(".")[0] == "echelon"
-    return ours and not any(name.startswith(USER_MODULE_PREFIX) for name in modules)
 
 
 def print_json(value: Any) -> None:

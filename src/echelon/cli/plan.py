@@ -112,6 +112,7 @@ def command(
             memory_options=parsed.memory_options,
             host_share=parsed.host,
             lora_rank=parsed.lora_rank,
+            lora_targets=parsed.lora_targets,
             baselines=baselines,
         )
         best = result.plans[0] if result.plans else result.nearest

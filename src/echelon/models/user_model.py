@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,6 +53,15 @@ def _defined_names(tree: ast.AST) -> Iterator[str]:
 
 USER_MODULE_PREFIX = "echelon_user_"
 """prefix of user files in `sys.modules`"""
+PATH_MODULES = ("pathlib", "os", "posixpath", "genericpath", "shutil")
+"""modules that raise for a path that Echelon gave them"""
+
+
+def is_refusal(modules: Sequence[str]) -> bool:
+    """Whether Echelon's own code raised, and no user's model or library, whose traceback is needed."""
+    raised = [name for name in modules if name not in PATH_MODULES][-1:]
+    ours = bool(raised) and raised[0].partition(".")[0] == "echelon"
+    return ours and not any(name.startswith(USER_MODULE_PREFIX) for name in modules)
 
 
 def refuse_while_loading(verb: str) -> None:

@@ -20,6 +20,7 @@ from echelon.planning.explain.baselines import Baseline, price_baselines
 from echelon.planning.explain.reasons import explain_infeasible, explain_plan, training_cost
 from echelon.planning.explain.replicated_stages import ReplicatedStages, replicated_stages
 from echelon.planning.memory_options import MemoryOptions
+from echelon.planning.model.adapter_shapes import target_issues
 from echelon.planning.model.model_shape import ModelShape, default_seq_len
 from echelon.planning.model.model_sources import resolve_shape
 from echelon.planning.priced_plan import Plan, price
@@ -84,6 +85,7 @@ def find_plans(
     host_share: float | None = None,
     baselines: bool = False,
     lora_rank: int = 0,
+    lora_targets: Sequence[str] = (),
 ) -> PlanResult:
     """Search plans for a model on a cluster, or price `layout`; with `fixed`, only layouts that have these keys.
 
@@ -92,7 +94,7 @@ def find_plans(
     them to the reasons. `program` is one of PLANNED_PROGRAMS: what another one than Echelon would do is priced, in the
     layouts that it has. `imbalance` is the max/mean expert load across ep ranks, `host_share` the share of the
     optimizer state that an offloading layout puts on the host. `baselines` prices simpler ways too. `lora_rank` prices
-    LoRA adapters beside all linears of frozen layers.
+    LoRA adapters beside the linears of frozen layers that `lora_targets` match, or beside all.
     """
     if not 0 <= tokens < float("inf"):
         raise ValidationError.single("tokens", str(tokens), "is not a positive number of tokens", legal="> 0")
@@ -104,6 +106,7 @@ def find_plans(
     keys = grammar.parse_pairs(fixed)
     issues += [*keys.issues, *_option_issues(shape, target, batch, seq_len, precision, objective, imbalance)]
     issues += _program_issues(program, correct)
+    issues += target_issues(shape, lora_targets) if shape is not None else ()
     if issues or shape is None or target is None or correction is None:
         raise ValidationError(issues)
     request = PlanRequest(
@@ -125,6 +128,7 @@ def find_plans(
         memory_options=memory_options,
         host_share=host_share,
         lora_rank=lora_rank,
+        lora_targets=tuple(lora_targets),
     )
     result = _find_plans(request, model if isinstance(model, str) else shape.name, layout, top)
     if layout and imbalance and result.plans[0].layout.ep == 1:

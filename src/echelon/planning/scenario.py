@@ -22,8 +22,9 @@ from echelon.planning.calibrate.constants import DEFAULT_IMBALANCE
 from echelon.planning.calibrate.programs import LAYOUT_VALUES, OWN_PROGRAMS
 from echelon.planning.cluster.cluster import Cluster
 from echelon.planning.memory_options import MemoryOptions
+from echelon.planning.model.adapter_shapes import adapter_shapes
 from echelon.planning.model.layout_support import unsupported_keys
-from echelon.planning.model.model_shape import ROUTER, LayerShape, ModelShape
+from echelon.planning.model.model_shape import LayerShape, ModelShape
 
 ATTENTION_KERNELS = ("plain", "fused", "flash1", "flash2", "best")
 """plain operators; a fused softmax over materialized scores; two versions of flash attention; the best kernel of the
@@ -73,7 +74,9 @@ class TrainingSetup:
     """None: AdamW with moments of `moment_bytes`"""
     memory_options: MemoryOptions = DEFAULT_MEMORY_OPTIONS
     lora_rank: int = 0
-    """rank of LoRA adapters beside all linears of the frozen layers; 0: all weights are trained"""
+    """rank of LoRA adapters beside linears of the frozen layers; 0: all weights are trained"""
+    lora_targets: tuple[str, ...] = ()
+    """patterns of these linears; none: all"""
 
     def violations(self, layout: Layout, *, world: int | None = None, batch: int | None = None) -> dict[str, Violation]:
         """The rules of the grammar and of the model that a layout breaks, by the rule's name."""
@@ -127,7 +130,7 @@ class TrainingSetup:
             return shape.train_flops(self.seq_len)
         attention = sum(n * layer.attention.flops(self.seq_len) for layer, n in shape.layers if layer.attention)
         frozen = shape.flops(self.seq_len) - attention
-        trained = sum(n * lora_numel(layer, self.lora_rank) for layer, n in shape.layers)
+        trained = sum(n * lora_numel(layer, self) for layer, n in shape.layers)
         return 3.0 * attention + 2.0 * frozen + 6.0 * trained
 
     @property
@@ -136,14 +139,10 @@ class TrainingSetup:
         return 4 if self.precision == "fp32" else 2
 
 
-def lora_numel(layer: LayerShape, rank: int) -> int:
-    """Parameters of the LoRA adapters of a layer: of every linear but the experts' and the router's."""
-    return sum(
-        rank * (gemm.inputs + outputs)
-        for gemm in layer.matmuls
-        if not gemm.experts and gemm.name != ROUTER
-        for outputs in gemm.fused_outputs or (gemm.outputs,)
-    )
+def lora_numel(layer: LayerShape, setup: TrainingSetup) -> float:
+    """Parameters of the LoRA adapters of a layer."""
+    adapters = adapter_shapes(setup.shape, layer, setup.lora_targets)
+    return setup.lora_rank * sum(adapter.size for adapter in adapters)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,29 @@ from echelon.training.step_result import copy_to_device
 
 Batch = Mapping[str, Tensor]
 """the model's keyword arguments; the first dimension of each is samples"""
+
+
+def count_rows(batch: Mapping[str, Any]) -> int:
+    """Return the number of samples of a batch. Raise ValueError for a batch that cannot be cut into samples."""
+    if not batch:
+        raise ValueError("the batch is empty; give the model's keyword arguments as tensors")
+    others = [f"{key}: {type(value).__name__}" for key, value in batch.items() if not isinstance(value, Tensor)]
+    if others:
+        raise ValueError(
+            f"a batch consists of tensors ({', '.join(others)}); give each tensor a keyword of its own, and settings "
+            "to the model when it is built"
+        )
+    rows = {key: len(value) if value.dim() else 1 for key, value in batch.items()}
+    first = next(iter(rows))
+    if different := [key for key, value in batch.items() if rows[key] != rows[first] or not value.dim()]:
+        shapes = ", ".join(f"{key}: {list(batch[key].shape)}" for key in dict.fromkeys((first, *different)))
+        raise ValueError(
+            f"tensors of a batch differ in rows ({shapes}); the first dimension of each is samples: repeat what all "
+            "samples share, or let the model hold it"
+        )
+    if not rows[first]:
+        raise ValueError("the batch has no rows; give at least one per dp rank and microbatch")
+    return rows[first]
 
 
 @dataclass(frozen=True)
@@ -42,12 +66,8 @@ class BatchSharder:
 
     def microbatches(self, batch: Batch, num_steps: int) -> Iterator[Microbatch]:
         """Yield this rank's part of a global batch, which is the same on every rank, after `num_steps` such batches."""
-        if not batch:
-            raise ValueError("the batch is empty; give the model's keyword arguments as tensors")
-        rows = len(next(iter(batch.values())))
+        rows = count_rows(batch)
         dp, accumulate = self._layout.dp, self._layout.accumulate
-        if not rows:
-            raise ValueError("the batch has no rows; give at least one per dp rank and microbatch")
         if rows % (dp * accumulate):
             raise ValueError(
                 f"the batch does not divide over dp x accumulate ({rows} rows over {dp} x {accumulate}); "

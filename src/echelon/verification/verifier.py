@@ -19,6 +19,7 @@ from echelon.layout import Layout
 from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.models.foreign.hf_source import is_hf_model
 from echelon.models.model_config import ModelConfig
+from echelon.models.user_model import is_refusal
 from echelon.parallel.refused_layouts import find_hf_layout_issues
 from echelon.pipeline.schedules import updates_per_step
 from echelon.verification.as_configured import DerivedTolerance, num_draws, reference_errors
@@ -189,7 +190,7 @@ class Verifier:
         try:
             differences = [] if is_refused else self._differences(case, ran)
         except RankError as error:
-            trouble = str(error)
+            trouble = _describe(error)
         allowed = _exact if is_refused else self._allowed(case, ran)
         wrong = [difference for difference in differences if _excess(difference, allowed) > 1]
         nearest = max(differences, key=lambda difference: _excess(difference, allowed), default=None)
@@ -308,6 +309,14 @@ def _with_enough_steps(case: VerifyCase, layout: Layout) -> VerifyCase:
     """The case with about as many updates for every schedule: rounding errors grow with each of them."""
     updates = updates_per_step(layout)
     return replace(case, steps=max(-(-case.steps // updates), min(case.steps, 3)))
+
+
+def _describe(error: RankError) -> str:
+    """The sentences of a refusal; of any other failure, the rank and its traceback."""
+    failure = error.failure
+    if failure is not None and failure.user_errors and is_refusal(failure.modules):
+        return "\n".join(failure.user_errors)
+    return str(error)
 
 
 def _exact(difference: Difference) -> float:

@@ -100,7 +100,10 @@ class VerifyCase:
         import torch
 
         if self.batch_function:
+            from echelon.training.batch_sharding import count_rows
+
             tensors: dict[str, Any] = load_factory(self.batch_function)(num_sequences, self.seed + step)
+            count_rows(tensors)
             return {key: value.double() if value.is_floating_point() else value for key, value in tensors.items()}
         generator = torch.Generator().manual_seed(self.seed + step)
         own = self.model if isinstance(self.model, ModelConfig) else None

@@ -251,3 +251,17 @@ def test_several_outputs_and_arguments_that_are_no_tensors() -> None:
         torch.testing.assert_close(found["other"], expected["other"])
         assert isinstance(found["shapes"], list)
         assert found["shapes"][1][0] is x
+
+
+def test_a_compiled_layer_is_refused() -> None:
+    """Its call would not reach the layer's graph, and failed with torch's words for a wrong number of arguments."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1] = torch.compile(model[1], backend="eager")  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"torch\.compile \(1 is compiled\); give the module as it was before"):
+        make_traceable(model, {"input": torch.zeros(2, 4)})
+
+
+def test_a_module_without_layers_has_no_stages() -> None:
+    traced = make_traceable(TwoLosses(), {"x": torch.zeros(3, 4)})
+    with pytest.raises(ValueError, match=r"TwoLosses has no nn\.ModuleList or nn\.Sequential"):
+        traced.pipeline_model()

@@ -229,6 +229,7 @@ class GraphModel(nn.Module):
         """The segments of the graph as pipeline layers; they hand on every result that a later one reads."""
         self.runs_graph = True
         graph = self.example_graph()
+        _refuse_without_layers(self, graph)
         _refuse_shared_buffers(graph)
         everywhere = tuple(str(graph.ops[index].target) for index in graph.shared if graph.ops[index].kind == MODULE)
         used = [_modules_of(graph, number) for number in range(len(graph.segments))]
@@ -273,6 +274,15 @@ def with_rows(inputs: Mapping[str, Any], rows: int) -> dict[str, Any]:
         return value[torch.arange(rows, device=value.device) % given] if has_rows else value
 
     return {key: repeat(value) for key, value in inputs.items()}
+
+
+def _refuse_without_layers(model: nn.Module, graph: TracedGraph) -> None:
+    """Raise for a module that has nothing between which a pipeline could cut it."""
+    if not any(segment.owner for segment in graph.segments):
+        raise ValueError(
+            f"a pipeline cuts a model between the layers that its forward calls, and {type(model).__name__} has no "
+            "nn.ModuleList or nn.Sequential of them; list its layers, or use pp=1"
+        )
 
 
 def _refuse_shared_buffers(graph: TracedGraph) -> None:
@@ -341,12 +351,23 @@ def _signature(inputs: Mapping[str, Any], training: bool) -> Any:
     return training, *others, *sorted((name, t.shape, str(t.dtype), str(t.device)) for name, t in tensors.items())
 
 
+def _refuse_compiled(model: nn.Module) -> None:
+    """Raise for a module that torch.compile has wrapped: its call runs no operators that could be divided."""
+    compiled = [name for name, module in model.named_modules() if type(module).__name__ == "OptimizedModule"]
+    if compiled:
+        raise ValueError(
+            f"a graph cannot be traced through torch.compile ({compiled[0] or 'the model'} is compiled); give the "
+            "module as it was before"
+        )
+
+
 def make_traceable(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
     """Derive a class that can run `model` from its graph; `inputs` are keyword arguments of its forward."""
     from echelon.models.foreign.causal_lm import derive_class
 
     if isinstance(model, GraphModel):
         return model
+    _refuse_compiled(model)
     template = tracing_template(model)
     for name in listed_layers(model):
         derive_class(model.get_submodule(name), GraphLayer)

@@ -17,6 +17,8 @@ from torch.export.graph_signature import InputKind, OutputKind
 from echelon.compat import unflatten_outputs
 from echelon.models.layer_lists import listed_layers
 from echelon.models.traced.module_call import ModuleCall, modules_as_calls
+from echelon.models.traced.python_state import Attributes, changes_result, record_changes
+from echelon.models.traced.quiet_export import quiet_export
 from echelon.models.traced.traced_graph import (
     BUFFER,
     CALL,
@@ -78,11 +80,29 @@ def tracing_template(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
 
 def trace(template: nn.Module, inputs: Mapping[str, Any]) -> TracedGraph:
     """Trace a forward with keyword arguments of these shapes and dtypes; their values are not read."""
+
+    def traced() -> tuple[TracedGraph, Attributes]:
+        with record_changes(template) as changed:
+            return _trace_once(template, inputs), changed
+
+    graph, changed = traced()
+    if changed and changes_result(graph, changed, lambda: traced()[0]):
+        names = {id(module): name for name, module in template.named_modules()}
+        listed = [f"{names[id(module)]}.{attribute}".lstrip(".") for module, attribute in changed]
+        raise UntraceableError(
+            f"the forward of {type(template).__name__} computes with attributes that it changes itself "
+            f"({', '.join(listed[:3])}), which a trace cannot; register them as buffers"
+        )
+    return graph
+
+
+def _trace_once(template: nn.Module, inputs: Mapping[str, Any]) -> TracedGraph:
     on_cpu = {
         key: torch.empty_like(value, device="cpu") if isinstance(value, Tensor) else value
         for key, value in inputs.items()
     }
-    with modules_as_calls(template) as calls, _refuse_own_backward(template), warnings.catch_warnings():
+    quiet, recorded = quiet_export(), modules_as_calls(template)
+    with recorded as calls, _refuse_own_backward(template), quiet, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.export announces changes of its own
         try:
             program = torch.export.export(template, (), on_cpu, strict=False)
@@ -254,7 +274,10 @@ def _finish(
         elif spec.kind == OutputKind.USER_OUTPUT:
             given.append(ref)
         else:
-            raise UntraceableError(f"the forward changes one of its inputs ({spec.target}); let it return a new tensor")
+            changed, remedy = "one of its inputs", "let it return a new tensor"
+            if spec.target in program.graph_signature.parameters:
+                changed, remedy = "a parameter", "only the optimizer may (an embedding's max_norm does, too)"
+            raise UntraceableError(f"the forward changes {changed} ({spec.target}); {remedy}")
     tree = unflatten_outputs(program, given)
     constants = {key: value for key, value in program.constants.items() if isinstance(value, Tensor)}
     return TracedGraph(ops=tuple(ops), outputs=tree, mutated_buffers=mutated, constants=constants, calls=calls)

@@ -35,8 +35,9 @@ from echelon.parallel.auto_sharding.sharding import Sharding, conversion
 
 OBJECTIVE_SCALE = 1e4
 """what the spread of all costs becomes, far above the tolerances of the solver"""
-TIE_BREAK = 1e-4
-"""at most added to an operator's cost, more for later strategies: of equal solutions, that of the first strategies"""
+MEMORY_TIE_BREAK, ORDER_TIE_BREAK = 1e-3, 1e-5
+"""at most added to the costs: of solutions of equal time, that of the least memory, as a row-parallel linear saves
+a slice of its input where a column-parallel one saves all; of these, that of the first strategies"""
 TOLERANCE = 1e-9
 
 
@@ -177,9 +178,11 @@ class _Program:
     def _linear_program(self, highspy: Any) -> Any:
         costs = np.array(self._costs)
         costs *= OBJECTIVE_SCALE / (costs.sum() or 1.0)
-        for columns in self._x:
-            for rank, column in enumerate(columns.values()):
-                costs[column] += TIE_BREAK * rank / self._num_integers
+        most = sum(map(max, self._merged.op_memory)) or 1.0
+        for memory, columns in zip(self._merged.op_memory, self._x, strict=True):
+            for rank, (strategy, column) in enumerate(columns.items()):
+                costs[column] += MEMORY_TIE_BREAK * memory[strategy] / most
+                costs[column] += ORDER_TIE_BREAK * rank / self._num_integers
         program = highspy.HighsLp()
         program.num_col_, program.num_row_ = len(costs), len(self._bounds)
         program.col_cost_ = costs

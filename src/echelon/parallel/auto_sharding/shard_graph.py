@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from echelon.layout.placement import DimSplit, LogicalParam
@@ -28,6 +29,8 @@ from echelon.parallel.auto_sharding.sharding import ShardableOp, Sharding, Strat
 from echelon.parallel.auto_sharding.sharding_problem import AxisLink, ShardingProblem, ShardingSolution
 from echelon.parallel.auto_sharding.solve_sharding import solve
 from echelon.parallel.auto_sharding.split_overrides import fixed_states
+from echelon.parallel.comm.axis_names import WORLD_AXIS
+from echelon.parallel.comm.first_rank import call_on_first_rank, first_different_rank
 from echelon.rng import Dropout
 
 if TYPE_CHECKING:
@@ -92,13 +95,23 @@ def reference_link(graph: TracedGraph, size: int) -> AxisLink:
     )
 
 
-def split_module(model: GraphModel, size: int, *, sequence_parallel: bool = True) -> ModuleSplit:
-    """Solve how `size` ranks share a module. The same on every rank, and every time."""
+Search = Callable[[ShardingProblem, AxisLink, Mapping[int, Sharding]], ShardingSolution]
+
+
+def search(problem: ShardingProblem, link: AxisLink, fixed: Mapping[int, Sharding]) -> ShardingSolution:
+    """The cheapest strategies. The same every time, unless the time limit ends the search."""
+    return solve(problem, link, fixed=fixed, time_limit_s=TIME_LIMIT)
+
+
+def split_module(
+    model: GraphModel, size: int, *, sequence_parallel: bool = True, search: Search = search
+) -> ModuleSplit:
+    """Solve how `size` ranks share a module."""
     graph = model.example_graph()
     problem = _problem(model, graph, size, sequence_parallel=sequence_parallel, varying=_varying_dims(model, graph))
     link = reference_link(graph, size)
-    fixed = fixed_states(problem, split_overrides(model))
-    return ModuleSplit(problem=problem, solution=solve(problem, link, fixed=fixed, time_limit_s=TIME_LIMIT), link=link)
+    solution = search(problem, link, fixed_states(problem, split_overrides(model)))
+    return ModuleSplit(problem=problem, solution=solution, link=link)
 
 
 def _problem(
@@ -190,12 +203,33 @@ def _readers(graph: TracedGraph) -> dict[int, set[str]]:
 
 def shard_graph_model(context: TransformContext, model: GraphModel) -> list[LogicalParam]:
     """Let the ranks of tp share a module, and return how its parameters lie."""
-    axis, layout = context.axes["tp"], context.layout
-    split = split_module(model, axis.size, sequence_parallel=bool(layout.sp))
-    model.make_runner = _runner_factory(model, split, axis, sequence_parallel=bool(layout.sp))
+    axis, layout, device = context.axes["tp"], context.layout, context.options.device
+    world = context.axes[WORLD_AXIS]
+
+    def search_once(problem: ShardingProblem, link: AxisLink, fixed: Mapping[int, Sharding]) -> ShardingSolution:
+        if (other := first_different_rank(problem.ops, world, device)) is not None:
+            raise ValueError(
+                f"ranks traced different graphs of {type(model).__name__} (ranks 0 and {other}); let its forward "
+                "depend on its inputs alone, not on the rank"
+            )
+        return _search_on_first_rank(problem, link, fixed, world, device)
+
+    split = split_module(model, axis.size, sequence_parallel=bool(layout.sp), search=search_once)
+    model.make_runner = _runner_factory(model, split, axis, device, sequence_parallel=bool(layout.sp))
     model.runs_graph = True
     states = split.param_states
     return [_placed(param, states, axis.size) for param in context.params]
+
+
+def _search_on_first_rank(
+    problem: ShardingProblem,
+    link: AxisLink,
+    fixed: Mapping[int, Sharding],
+    axis: MeshAxis,
+    device: torch.device | None,
+) -> ShardingSolution:
+    """The first rank's solution: after the time limit, each rank could have found another."""
+    return ShardingSolution.from_dict(call_on_first_rank(lambda: asdict(search(problem, link, fixed)), axis, device))
 
 
 def _placed(param: LogicalParam, states: Mapping[str, Sharding], size: int) -> LogicalParam:
@@ -208,7 +242,7 @@ def _placed(param: LogicalParam, states: Mapping[str, Sharding], size: int) -> L
 
 
 def _runner_factory(
-    model: GraphModel, split: ModuleSplit, axis: MeshAxis, *, sequence_parallel: bool
+    model: GraphModel, split: ModuleSplit, axis: MeshAxis, device: torch.device | None, *, sequence_parallel: bool
 ) -> Callable[[TracedGraph], ShardedRunner]:
     """Make the runner of each graph: by the strategies of the example's, or by new ones for its own sizes."""
     names = [op.name for op in split.problem.ops]
@@ -222,7 +256,7 @@ def _runner_factory(
             problem = _problem(model, graph, axis.size, sequence_parallel=sequence_parallel, varying=varying)
             states = split.param_states
             fixed = {i: states[op.param] for i, op in enumerate(problem.ops) if op.param in states}
-            solved = solve(problem, split.link, fixed=fixed, time_limit_s=TIME_LIMIT)
+            solved = _search_on_first_rank(problem, split.link, fixed, axis, device)
             chosen = tuple(op.strategies[index] for op, index in zip(problem.ops, solved.strategies, strict=True))
         return ShardedRunner(graph, chosen, axis)
 

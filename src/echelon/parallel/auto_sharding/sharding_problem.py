@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from echelon.parallel.auto_sharding.sharding import ShardableOp
 
@@ -140,3 +141,9 @@ class ShardingSolution:
     """that the search took"""
     note: str = ""
     """how the solution was found where it is not proven optimal"""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ShardingSolution:
+        """Read what `dataclasses.asdict` gives, also through JSON."""
+        tuples = {key: tuple(values[key]) for key in ("strategies", "recomputed_layers")}
+        return cls(**dict(values) | tuples | {"cost": ShardingCost(**values["cost"])})

@@ -65,6 +65,8 @@ class ParamGroup:
         self.is_unsharded = False
         self.backward_has_passed = False
         """of a frozen group: the current microbatch's backward has left its module"""
+        self.num_calls_in_forward = 0
+        """of a frozen group: calls of its module that backward has yet to leave; a layer may be called several times"""
         self._nbytes = self.unsharded_param.untyped_storage().nbytes()
         self._unshard_work: PendingWork | CopyEvent | None = None
         if policy.reshards_params:
@@ -169,5 +171,5 @@ class ParamGroup:
         return self.grads.is_ready if self.spec.trainable else self.backward_has_passed
 
     def begin_microbatch(self) -> None:
-        self.backward_has_passed = False
+        self.backward_has_passed, self.num_calls_in_forward = False, 0
         self.grads.begin_microbatch()

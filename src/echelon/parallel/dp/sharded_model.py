@@ -9,7 +9,7 @@ that ranks that did not use a parameter issue the same collectives. A gradient t
 
 A module's frozen parameters form a group beside its trainable ones. It is gathered with them and never reduced. When
 its gradients are complete does not tell when backward has left the module, so under zero=3 it is freed when the
-gradients of the module's inputs arrive, or at the end of the microbatch if these have none.
+gradients of the module's inputs arrive, of all its calls, or at the end of the microbatch if some have none.
 """
 
 from __future__ import annotations
@@ -239,6 +239,13 @@ class ShardedModel:
         self.model.register_forward_pre_hook(before_forward)
         self.model.register_forward_hook(after_forward)
 
+    def _leave_call(self, group: ParamGroup) -> None:
+        """Free a frozen group when backward has left all calls of its module."""
+        group.num_calls_in_forward -= 1
+        if self.pipelined or not group.num_calls_in_forward:  # a pipeline has forwards of other microbatches, too
+            group.backward_has_passed = True
+            group.reshard()
+
     def _hook_layer(self, group: ParamGroup) -> None:
         part = next(part for part in self.stage_groups if group in part)
         freed = [other for other in part if not other.spec.stays_unsharded]
@@ -260,7 +267,8 @@ class ShardedModel:
 
         def before_forward(_module: nn.Module, args: Any, kwargs: Any) -> None:
             if not group.spec.trainable and group.policy.reshards_params:
-                _after_gradients([*iter_tensors(args), *iter_tensors(kwargs)], after_backward)
+                group.num_calls_in_forward += 1
+                _after_gradients([*iter_tensors(args), *iter_tensors(kwargs)], partial(self._leave_call, group))
             if group in self._gathered_in_order:
                 self._unshard_host_updated(until=group)
             # In a recomputation, later modules may have run backward already.
@@ -270,10 +278,6 @@ class ShardedModel:
             if group.is_backward_done:
                 return  # another output of the module was first, and all gradients have arrived
             gather_with([other for other in behind if not other.is_backward_done])
-
-        def after_backward() -> None:
-            group.backward_has_passed = True
-            group.reshard()
 
         def after_forward(_module: nn.Module, _args: Any, output: Any) -> None:
             outputs = [tensor for tensor in iter_tensors(output) if tensor.requires_grad]

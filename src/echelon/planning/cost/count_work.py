@@ -127,7 +127,7 @@ def _layer_gemms(scenario: Scenario) -> tuple[step_work.GemmWork, step_work.Gemm
 
 def _adapter_gemms(layer: LayerShape, scenario: Scenario) -> step_work.GemmWork:
     """Count the GEMMs of a layer's adapters. They run three times, and the frozen ones beside them twice."""
-    flops = 1.5 * 2.0 * scenario.tokens * lora_numel(layer, scenario.lora_rank) / scenario.layout.tp
+    flops = 1.5 * 2.0 * scenario.tokens * lora_numel(layer, scenario) / scenario.layout.tp
     return step_work.GemmWork(flops=flops, edge_flops=flops / scenario.lora_rank)
 
 

@@ -19,7 +19,8 @@ from echelon.optim.update_rule import UpdateRule
 from echelon.parallel.tp import cost as tp_cost
 from echelon.planning.cost.param_group_traffic import OUTSIDE_GROUP, param_groups
 from echelon.planning.cost.step_work import UpdateWork
-from echelon.planning.model.model_shape import COLUMN_PARALLEL, ROUTER, ROW_PARALLEL, LayerShape
+from echelon.planning.model.adapter_shapes import adapter_shapes
+from echelon.planning.model.model_shape import COLUMN_PARALLEL, ROW_PARALLEL, LayerShape
 from echelon.planning.scenario import NUM_MOMENTS, Scenario
 
 MAX_PAGED_LAYERS = 4096
@@ -96,13 +97,11 @@ def param_matrices(scenario: Scenario, stage: int) -> Iterator[ParamMatrix]:
 def _adapter_matrices(scenario: Scenario, layer: LayerShape, count: float) -> Iterator[ParamMatrix]:
     """The two factors of each adapter: tp divides B of a column-parallel linear, A of a row-parallel one."""
     rank, tp, shards = scenario.lora_rank, scenario.layout.tp, scenario.sharding_policy.num_shards
-    for gemm in layer.matmuls:
-        if gemm.experts or gemm.name == ROUTER:
-            continue
-        for outputs in gemm.fused_outputs or (gemm.outputs,):
-            split_a, split_b = gemm.split == ROW_PARALLEL, gemm.split == COLUMN_PARALLEL
-            yield ParamMatrix("lora.A", (rank, gemm.inputs), count, tp if split_a else 1, shards)
-            yield ParamMatrix("lora.B", (outputs, rank), count, tp if split_b else 1, shards)
+    for adapter in adapter_shapes(scenario.shape, layer, scenario.lora_targets):
+        gemm, copies = adapter.gemm, count * adapter.share
+        split_a, split_b = gemm.split == ROW_PARALLEL, gemm.split == COLUMN_PARALLEL
+        yield ParamMatrix("lora.A", (rank, gemm.inputs), copies, tp if split_a else 1, shards)
+        yield ParamMatrix("lora.B", (adapter.outputs, rank), copies, tp if split_b else 1, shards)
 
 
 def _layer_matrices(scenario: Scenario, layer: LayerShape, count: float) -> Iterator[ParamMatrix]:

@@ -37,8 +37,9 @@ def _adapter_groups(scenario: Scenario) -> Iterator[tuple[ParamGroupSpec, float]
     """The adapters of each kind of layer: tp divides one of the two factors."""
     layout = scenario.layout
     for layer, n in scenario.shape.layers:
-        numel = math.ceil(lora_numel(layer, scenario.lora_rank) * (1 + 1 / layout.tp) / 2)
-        yield param_group(layer.name, numel, sharding_policy(layout).num_shards), n * scenario.max_layer_share
+        numel = math.ceil(lora_numel(layer, scenario) * (1 + 1 / layout.tp) / 2)
+        if numel:
+            yield param_group(layer.name, numel, sharding_policy(layout).num_shards), n * scenario.max_layer_share
 
 
 def frozen_group(scenario: Scenario, group: ParamGroupSpec) -> ParamGroupSpec:

@@ -29,7 +29,7 @@ from echelon.planning.search.layout_search import least_memory_plan, search_plan
 AUTO = "auto"
 MIB = 1 << 20
 PLANNED_KEYS = (
-    *("optimizer.", "clip", "compress", "lora.rank"),
+    *("optimizer.", "clip", "compress", "lora.rank", "lora.targets"),
     *("memory.partition", "memory.arena", "memory.buffer", "memory.host"),
 )
 """settings that `plan --set` takes too; updates in backward require clip=0"""
@@ -72,6 +72,7 @@ class PlanSettings:
     memory_options: MemoryOptions
     host: float | None
     lora_rank: int
+    lora_targets: tuple[str, ...]
 
 
 def parse_plan_settings(settings: Sequence[str], layout: str = "") -> PlanSettings:
@@ -79,7 +80,7 @@ def parse_plan_settings(settings: Sequence[str], layout: str = "") -> PlanSettin
     other = [text for text in settings if not text.partition("=")[0].startswith(PLANNED_KEYS)]
     if other:
         rule = "is not a setting of `plan --set`"
-        legal = "optimizer.*, clip, compress, lora.rank, memory.* but for memory.disk"
+        legal = "optimizer.*, clip, compress, lora.rank, lora.targets, memory.* but for memory.disk"
         raise ValidationError([ValidationIssue(key="set", value=text, message=rule, legal=legal) for text in other])
     config = Config.from_settings(settings, layout)
     of_optimizer = any(text.startswith("optimizer.") for text in settings)
@@ -89,6 +90,7 @@ def parse_plan_settings(settings: Sequence[str], layout: str = "") -> PlanSettin
         memory_options=memory_options_of(config),
         host=config.memory.host,
         lora_rank=config.lora.rank,
+        lora_targets=config.lora.targets,
     )
 
 
@@ -143,6 +145,7 @@ def plan_request_on(config: Config, shape: ModelShape, cluster: Cluster) -> Plan
         optimizer=config.optimizer,
         memory_options=memory_options_of(config),
         lora_rank=config.lora.rank,
+        lora_targets=config.lora.targets,
     )
 
 
