@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from echelon.kernels.layers.cross_entropy import linear_cross_entropy
 from echelon.models import deferred_logits
 from echelon.models.deferred_logits import DeferredLogits, find_head
+from echelon.parallel import user_head
 from echelon.parallel.parallel_options import ParallelOptions
 from echelon.training.engine import Engine
 from echelon.training.wrap import wrap
@@ -82,13 +83,14 @@ BATCH["targets"][:, 2] = 5  # which a loss ignores
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """Defer logits without a GPU; the shapes of what the fused loss was given."""
+    """Defer logits without a GPU and without compiled layers; the shapes of what the fused loss was given."""
     given: list[torch.Size] = []
 
     def spy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         given.append(hidden.shape)
         return linear_cross_entropy(hidden, weight, targets)
 
+    monkeypatch.setattr(user_head, "is_asked_for", lambda _options: True)
     monkeypatch.setattr(deferred_logits, "has_kernel", lambda *_args: True)
     monkeypatch.setattr(deferred_logits, "MIN_WORDS", 64)
     monkeypatch.setattr(deferred_logits, "linear_cross_entropy", spy)

@@ -281,11 +281,12 @@ def test_what_is_compiled() -> None:
     blocks[3].compile(backend="eager")
     assert compilable_layers(nn.ModuleDict({"blocks": blocks})) == ("blocks.0",)
     cuda = torch.device("cuda")
-    assert is_asked_for(ParallelOptions(device=cuda))
-    assert not is_asked_for(ParallelOptions(device=cuda, **FLOAT64))
-    assert not is_asked_for(ParallelOptions(device=cuda, kernels="plain"))
-    assert not is_asked_for(ParallelOptions(device=cuda, compile="off"))
-    assert not is_asked_for(ParallelOptions())
+    assert is_asked_for(ParallelOptions(device=cuda, compile="auto"))
+    assert not is_asked_for(ParallelOptions(device=cuda, compile="auto", **FLOAT64))
+    assert not is_asked_for(ParallelOptions(device=cuda, compile="auto", kernels="plain"))
+    assert not is_asked_for(ParallelOptions(compile="auto"))
+    assert not is_asked_for(ParallelOptions(device=cuda)), "off by default"
+    assert is_asked_for(ParallelOptions(compile="on"))
     with pytest.raises(ValueError, match="compile=yes"):
         ParallelOptions(compile="yes")
 

@@ -54,7 +54,7 @@ class Config:
     """Fused kernels on a GPU, or plain torch operators everywhere, for comparison."""
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
     """Launch a step on one GPU as one graph: our own models where the host is too slow, any model, or none."""
-    compile: Literal["auto", "on", "off"] = "auto"
+    compile: Literal["auto", "on", "off"] = "off"
     """Compile the layers of models that are not ours (`torch.compile`); auto does on a GPU, but not in float64."""
     compress: Literal["none", "lossless", "lossless+fp16", "lossless+fp8", "lossless+int8"] = "none"
     """Compression of saved activations: none, lossless, or lossless with values in fewer bits."""

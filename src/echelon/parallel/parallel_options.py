@@ -41,7 +41,7 @@ class ParallelOptions:
     """`auto` uses our Triton kernels on a GPU, `plain` uses torch operators everywhere"""
     cuda_graphs: str = "auto"
     """`auto` captures launch-bound steps of our own models on one GPU, `on` those of any model (graphed_step.py)"""
-    compile: str = "auto"
+    compile: str = "off"
     """whether layers of a user's model are compiled (regional_compile.py); `auto` compiles on a GPU"""
     compile_backend: str | Callable[..., Any] = "inductor"
     """the backend of `torch.compile`; tests pass a cheaper one"""
