@@ -70,12 +70,13 @@ def test_ratios_to_peers(answers):
     rows = json.loads(done.stdout)["rows"]
     assert [(row["who"], row["precision"], row["peer"]) for row in rows] == [
         ("echelon", "bf16", "torchtitan"),
+        ("compiled", "bf16", None),
         ("torchtitan", "bf16", None),
         ("echelon", "fp8", None),
         ("torchtitan", "fp8", None),
     ]
     assert rows[0]["ratio"] == pytest.approx(1.1)
-    assert rows[2]["failed"] == "not in this test"
+    assert rows[1]["failed"] == rows[3]["failed"] == "not in this test"
     shown = invoke(*args)
     assert shown.exit_code == 0
     for words in (

@@ -166,7 +166,7 @@ def test_the_wrong_pass_of_a_value_that_is_rounding_error():
     """By itself it agrees with nothing; beside the rest of its pass, it does."""
     parallel = SimpleNamespace(options=SimpleNamespace(device=torch.device("cpu")))
     made = ReplayCheck(
-        SimpleNamespace(parallel=parallel, forward_backward=None),
+        SimpleNamespace(parallel=parallel, forward_backward=None, eager_forward_backward=None),
         ReplayConfig(every=1, tolerance=1e-2),
         lambda *_: None,
     )
@@ -220,7 +220,7 @@ def test_only_bit_equality_on_a_gpu_needs_deterministic_kernels():
     ):
         parallel = SimpleNamespace(options=SimpleNamespace(device=torch.device(device)))
         made = ReplayCheck(
-            SimpleNamespace(parallel=parallel, forward_backward=None),
+            SimpleNamespace(parallel=parallel, forward_backward=None, eager_forward_backward=None),
             ReplayConfig(every=1, tolerance=tolerance),
             lambda *_: None,
         )
