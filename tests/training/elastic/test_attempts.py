@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ from echelon.training.elastic.attempts import Attempt, find_run, last_layout, re
 from echelon.training.elastic.replan import LayoutChange, plan_layout_change
 from echelon.training.loop import train_on_rank
 from echelon.training.run.resume import resumed_config
-from echelon.training.run.run_dir import Run
+from echelon.training.run.run_dir import Run, default_run_path
 from echelon.training.start_training import run_training
 
 STEPS = 9
@@ -352,6 +353,18 @@ def test_the_last_layout_is_that_of_the_last_attempt(tmp_path):
         for layout in ("dp=3", "dp=2"):
             run.log("resume", layout=layout)
             assert last_layout(run) == layout
+
+
+def test_of_several_runs_of_one_id_the_newest_is_resumed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = config(tmp_path, "dp=1", run="")
+    paths = [Path(f"{default_run_path(asked).resolve()}{suffix}") for suffix in ("", "-2", "-3")]
+    for path, age in zip(paths, (300, 100, 200), strict=True):
+        with Run.create(replace(asked, run=str(path)), {"layout": "dp=1", "elastic": "named"}):
+            os.utime(path / "plan.json", (time.time() - age,) * 2)
+    found = find_run(asked, "", "named", restarted=True)
+    assert found is not None
+    assert found.resolve() == paths[1]
 
 
 def test_a_finished_run_is_resumed_after_a_restart_only_if_it_has_started_again(tmp_path):
