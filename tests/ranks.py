@@ -91,6 +91,11 @@ def sleep(rank: int, seconds: float) -> None:
     dist.barrier()
 
 
+def sleep_apart(seconds: float) -> None:
+    """No rank waits for another: gloo's own time-out cannot come first."""
+    time.sleep(seconds)
+
+
 def mismatch() -> None:
     """Ranks disagree about the size of a collective: gloo aborts a process."""
     dist.all_reduce(torch.ones(4 + 3 * dist.get_rank()))

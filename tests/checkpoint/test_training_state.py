@@ -95,6 +95,12 @@ def test_experts_and_their_biases(pool, tmp_path, source, target, name):
     assert_equal(a, b)
 
 
+def test_biases_of_gates_are_written_once_by_the_ranks_of_cp(pool, tmp_path):
+    """Written twice, they would add up to the checksum of another state."""
+    a, b = continued(pool, tmp_path, MIXED, RULES["adamw"], "cp=2", "dp=1")
+    assert_equal(a, b)
+
+
 @pytest.mark.parametrize(("every", "scales"), [(1, [(64, 128), (128, 256)]), (3, [(16, 32), (32, 32)])])
 def test_loss_scale_and_split_masters(pool, tmp_path, every, scales):
     """bfloat16 weights with split float32 master weights, and a dynamic loss scale: bit-equal.

@@ -134,7 +134,7 @@ def test_a_rank_killed_between_tasks_is_replaced(pool: RankPool) -> None:
 def test_a_timeout_names_unfinished_ranks_with_their_stacks(pool: RankPool) -> None:
     start, seconds = time.monotonic(), math.ceil(patient(2.0))
     with pytest.raises(RankError, match=rf"timed out on 2 ranks .* after {seconds} s: 0, 1") as caught:
-        pool.run(ranks.sleep, 2, 1, 2 * ALWAYS, timeout=float(seconds))
+        pool.run(ranks.sleep_apart, 2, 2 * ALWAYS, timeout=float(seconds))
     assert seconds <= time.monotonic() - start < ALWAYS
     sleeper = str(caught.value).split("rank 1 was in")[1]
     assert "ranks.py" in sleeper

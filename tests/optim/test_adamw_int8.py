@@ -10,11 +10,14 @@ from tiny_engines import error, float64, tiny
 
 from echelon import models
 from echelon.config.sections import OptimizerConfig
+from echelon.kernels.optim import fused_adamw
+from echelon.kernels.optim.stochastic_round import ElementIndices
 from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 from echelon.optim import cost
 from echelon.optim.blockwise_quantization import BlockQuantizedState, code_boundaries, codebook, nearest_codes
 from echelon.optim.cost import QUANTIZATION_BLOCK
+from echelon.optim.rules import adamw_int8
 from echelon.optim.rules.adamw_int8 import AdamWInt8
 from echelon.training.engine import Engine
 from tests.optim import references
@@ -151,3 +154,23 @@ def test_maxima_that_differ_in_a_later_block_requantize_all() -> None:
     read = state.read(slice(0, size), torch.float32)
     torch.testing.assert_close(read, written, rtol=0.04, atol=0.004)
     assert torch.equal(read[:QUANTIZATION_BLOCK], written[:QUANTIZATION_BLOCK])
+
+
+def test_weights_are_rounded_alike_in_chunks_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The random bits of an element do not depend on the chunk that it is in."""
+    size, step = 4 * QUANTIZATION_BLOCK, torch.tensor(1)
+    number = torch.ones((), dtype=torch.float64)
+    betas_and_eps = torch.tensor([0.9, 0.999, 1e-8], dtype=torch.float64)
+    constants = fused_adamw.step_constants(betas_and_eps, 1e-3, 0.0, step, number, number, torch.float32)
+    gradient = torch.randn(size, generator=torch.Generator().manual_seed(0))
+
+    def updated() -> torch.Tensor:
+        weights = torch.ones(size, dtype=torch.bfloat16)
+        moments = [BlockQuantizedState(size, signed=signed, device=CPU) for signed in (True, False)]
+        adamw_int8.update(weights, None, *moments, gradient, constants, step, ElementIndices(key=1))
+        return weights
+
+    at_once = updated()
+    monkeypatch.setattr(adamw_int8, "CHUNK_NUMEL", QUANTIZATION_BLOCK)
+    assert torch.equal(updated(), at_once)
+    assert len(at_once.unique()) > 2

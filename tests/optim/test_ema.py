@@ -57,6 +57,17 @@ def test_evaluation_uses_the_average_in_every_layout(pool: RankPool) -> None:
             assert same
 
 
+def test_the_average_stays_in_a_step_without_targets() -> None:
+    """As the weights do: it would come nearer to them."""
+    engine = Engine(models.build(MODEL, "meta", dtype=torch.float64), "", RULE, options=float64())
+    assert engine.ema is not None
+    engine.step(batch_of(MODEL, ROWS))
+    before = [average.clone() for average in engine.ema.states()]
+    batch = batch_of(MODEL, ROWS)
+    engine.step(batch | {"targets": torch.full_like(batch["targets"], -100)})
+    assert all(torch.equal(average, kept) for average, kept in zip(engine.ema.states(), before, strict=True))
+
+
 def test_split_weights_are_swapped_bit_for_bit() -> None:
     engine = Engine(torch.nn.Linear(5, 3), "", RULE, options=ParallelOptions(compute_dtype=torch.bfloat16))
     (unit,) = engine.parallel.sharded_model.param_groups

@@ -50,3 +50,11 @@ def test_adamw_has_two_state_values_per_element():
     assert held == 2 * 4 * SHAPE.parameters
     assert cost.rank_state_bytes(OptimizerConfig(), engine.parallel.placement) == held
     assert cost.rank_state_bytes(OptimizerConfig(name="sgd"), engine.parallel.placement) == 0
+
+
+def test_moments_of_bfloat16_weights_are_counted_in_float32():
+    """The weights have two bytes; values of the update have at least four."""
+    rules = {"adamw": 2, "lamb": 2, "lion": 1, "muon": 1}
+    counted = {name: cost.state_bytes(OptimizerConfig(name=name), (64, 63), master_bytes=2) for name in rules}
+    assert counted == {name: values * 4 * 64 * 63 for name, values in rules.items()}
+    assert cost.state_bytes(OptimizerConfig(name="sm3", momentum=0.0), (64, 63), master_bytes=2) == 4 * (64 + 63)

@@ -36,6 +36,9 @@ def test_young_and_daly():
     assert checkpoint_interval(HOUR, RECOVERY) == pytest.approx((2 * 2 * HOUR) ** 0.5, rel=0.02)
     assert checkpoint_interval(HOUR, replace(RECOVERY, exists=900.0)) == 900.0
     assert checkpoint_interval(1.0, replace(RECOVERY, save=5.0)) == 1.0
+    # Of a save that is not short, by hand: sqrt(2 x 50 x 100) is 100, and 50 / 200 is the square of a half.
+    long = checkpoint_interval(100.0, replace(RECOVERY, save=50.0, exists=0.0))
+    assert long == pytest.approx(100.0 * (1 + 1 / 6 + 1 / 36) - 50.0)
 
 
 @pytest.mark.parametrize("between", [2 * HOUR, 12 * HOUR])

@@ -54,6 +54,12 @@ def test_the_scale_of_rank_stabilised_adapters() -> None:
     assert (plain, stable) == (2.0, 4.0)
 
 
+def test_a_starts_as_the_weight_of_a_linear_of_as_many_inputs() -> None:
+    model = ec.add_lora(nn.Sequential(nn.Linear(400, 8)), rank=4, targets=["0"])
+    largest = float(model[0].lora.A.detach().abs().max())
+    assert 0.99 / 400**0.5 < largest < 1 / 400**0.5
+
+
 def test_modules_that_are_trained_in_full() -> None:
     model = ec.add_lora(tiny(), rank=2, targets=["blocks.0.attn.q"], train=["norm1", "head"])
     assert {name for name in trained(model) if ".lora." not in name} == {

@@ -6,9 +6,11 @@ from functools import cache
 from itertools import product
 
 import pytest
+import torch
 from random_shardings import Coverage, TracedCase
+from torch.nn import functional as F
 from traced_modules import MODULES, build
-from traced_operators import OPERATORS, families, inputs
+from traced_operators import OPERATORS, ROWS, TIME, WIDTH, Operators, families, inputs
 
 from echelon.parallel.auto_sharding.op_rules import RULES
 from echelon.parallel.auto_sharding.shard_graph import split_module
@@ -120,3 +122,19 @@ def test_a_dropout_behind_blocks_draws_its_part_of_the_mask() -> None:
             assert one.error(strategies, one.run(strategies, 2)) < TOLERANCE
             return
     raise AssertionError("no draw has a dropout of blocks")
+
+
+@pytest.mark.parametrize("padding", [0, 3, WIDTH - 1])
+def test_the_padding_row_of_a_divided_table_has_no_gradient(padding: int) -> None:
+    """Whichever rank holds it, and also where its id is 0."""
+    ids = torch.arange(ROWS * TIME).view(ROWS, TIME) % WIDTH
+    lookup = Operators(lambda m, x, ids: F.embedding(ids, m.w, padding_idx=padding), w=(WIDTH, WIDTH))
+    one = TracedCase(lookup, {**inputs(), "ids": ids})
+    assert one.truth.gradients["w"][padding].count_nonzero() == 0
+    number = next(number for number, op in enumerate(one.ops(2)) if op.op == "embedding")
+    for seed in range(60):
+        strategies = one.draw(2, seed)
+        if strategies[number].inputs[0] == shard(0):
+            assert one.error(strategies, one.run(strategies, 2)) < TOLERANCE
+            return
+    raise AssertionError("no draw divides the rows of the table")

@@ -299,3 +299,21 @@ class Tiny(Net):
 def test_a_rank_may_hold_no_element(pool: RankPool, zero: int) -> None:
     check(pool, Tiny, f"dp=4,zero={zero}")
     assert pool.run(num_elements, 4, Tiny, f"dp=4,zero={zero}") == [1, 1, 1, 0]
+
+
+def order_of_reductions(layout: str) -> list[tuple[str, str]]:
+    """(collective, axis) of a step's gradients, as a rank launched them."""
+    engine = Engine(Net(), layout, RULE, options=ParallelOptions())
+    engine.step({"x": torch.ones(4, WIDTH), "kind": torch.zeros(4)}).wait()
+    entries = sorted(engine.recorder.entries(), key=lambda entry: entry.order)
+    return [(entry.op, entry.axis) for entry in entries if entry.phase == "backward" and entry.op != "all_gather"]
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_replicas_reduce_a_group_while_the_next_one_is_scattered(pool: RankPool, zero: int) -> None:
+    """One group behind, and not all at the end of backward, where nothing overlaps them."""
+    for found in pool.run(order_of_reductions, 4, f"dp=4,shard=2,zero={zero}"):
+        scattered = [index for index, (op, _) in enumerate(found) if op == "reduce_scatter"]
+        reduced = [index for index, one in enumerate(found) if one == ("all_reduce", "replica")]
+        assert len(scattered) == len(reduced) > 2
+        assert all(all_reduce < scatter for all_reduce, scatter in zip(reduced, scattered[2:], strict=False))

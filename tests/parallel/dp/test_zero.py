@@ -162,6 +162,14 @@ def test_collectives_of_a_step(layout: str) -> None:
     assert count_collectives(found) == EXPECTED[layout]
 
 
+def test_a_recomputed_layer_is_gathered_once_more_in_every_microbatch() -> None:
+    """Forward, recomputation, backward; the last layer stays from one to the other, recomputed or not."""
+    policy = zero.sharding_policy(Layout.parse("dp=2,zero=3"))
+    recomputed = [unit.name for unit in units(2)]
+    issued = dp_cost.collectives(units(2), policy, accumulate=4, compute_bytes=2, reduce_bytes=4, recomputed=recomputed)
+    assert count_collectives(issued)["all_gather", "shard", 16] == 4 * (3 + 3 + 1)
+
+
 def test_without_resharding_a_microbatch_gathers_once() -> None:
     policy = zero.sharding_policy(Layout.parse("dp=2,zero=3"), reshard_after_forward=False)
     found = count_collectives(dp_cost.collectives(units(2), policy, accumulate=2, compute_bytes=2, reduce_bytes=4))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,10 +26,10 @@ from echelon.layout import Layout, ValidationError
 from echelon.training import loop
 from echelon.training.elastic import supervisor
 from echelon.training.elastic.attempts import Attempt, find_run, last_layout, resume_target
-from echelon.training.elastic.replan import plan_layout_change
+from echelon.training.elastic.replan import LayoutChange, plan_layout_change
 from echelon.training.loop import train_on_rank
 from echelon.training.run.resume import resumed_config
-from echelon.training.run.run_dir import Run
+from echelon.training.run.run_dir import Run, default_run_path
 from echelon.training.start_training import run_training
 
 STEPS = 9
@@ -209,6 +210,16 @@ def test_a_custom_model_keeps_its_tp_and_pp_when_replanned(tmp_path, monkeypatch
     assert (change.new_layout, change.idle_ranks) == ("dp=2", (2,))
 
 
+def test_a_custom_model_keeps_its_cp_when_replanned(tmp_path, monkeypatch):
+    """No layout is of more ranks than there are."""
+    (tmp_path / "own.py").write_text("import torch\ndef build(): ...\ndef batch(rows, step): ...\n")
+    monkeypatch.chdir(tmp_path)
+    asked = Config(model="own.py:build", batch=12, layout="dp=2,cp=2", device="cpu")
+    change = plan_layout_change(asked, "dp=2,cp=2", 2, reason="")
+    assert change is not None
+    assert (change.new_layout, change.used_ranks) == ("dp=1,cp=2", 2)
+
+
 def test_asynchronous_schedules_cannot_be_replanned(tmp_path):
     with pytest.raises(ValidationError, match=r"elastic\.replan=true would change the updates"):
         config(tmp_path, "pp=2,schedule=pipedream,accumulate=6", **{"elastic.replan": "true"})
@@ -316,12 +327,44 @@ def test_only_a_failure_that_a_resume_may_pass_is_followed_by_its_command(monkey
     assert shown == hints
 
 
+def test_ranks_that_are_lost_one_after_another_are_those_of_the_first_attempt(monkeypatch):
+    """Rank 1 of the second attempt is rank 2 of the first: its GPU is left out, and not that of rank 1 again."""
+    devices = []
+
+    def fail_twice(self, quiet, inject):
+        devices.append([*self.devices])
+        if len(devices) == 3:
+            return "summary"
+        raise RankError("why", rank=1, reason="why", failure=RankFailure(rank=1, time_ns=0, reason="why"))
+
+    def one_rank_less(self, error, remaining_ranks, requested_config):
+        layout = f"dp={len(remaining_ranks) - 1}"
+        return LayoutChange(old_layout="", new_layout=layout, step_seconds=None, reason="")
+
+    monkeypatch.setattr(supervisor._LaunchAttempt, "run", fail_twice)
+    monkeypatch.setattr(supervisor._LaunchAttempt, "layout_without_failed_rank", one_rank_less)
+    assert supervisor.supervise(Config(), quiet=True, inject=(), resume="", procs=4) == "summary"
+    assert devices == [[], [0, 2, 3], [0, 3]]
+
+
 def test_the_last_layout_is_that_of_the_last_attempt(tmp_path):
     with Run.create(Config(run=str(tmp_path / "run")), {"layout": "dp=4"}) as run:
         assert last_layout(run) == "dp=4"
         for layout in ("dp=3", "dp=2"):
             run.log("resume", layout=layout)
             assert last_layout(run) == layout
+
+
+def test_of_several_runs_of_one_id_the_newest_is_resumed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = config(tmp_path, "dp=1", run="")
+    paths = [Path(f"{default_run_path(asked).resolve()}{suffix}") for suffix in ("", "-2", "-3")]
+    for path, age in zip(paths, (300, 100, 200), strict=True):
+        with Run.create(replace(asked, run=str(path)), {"layout": "dp=1", "elastic": "named"}):
+            os.utime(path / "plan.json", (time.time() - age,) * 2)
+    found = find_run(asked, "", "named", restarted=True)
+    assert found is not None
+    assert found.resolve() == paths[1]
 
 
 def test_a_finished_run_is_resumed_after_a_restart_only_if_it_has_started_again(tmp_path):
