@@ -40,7 +40,9 @@ def test_a_gpu_with_peers(packages):
     assert who(found)[:9] == [("gpt2", *row) for row in for_gpt2] + [("1b", *row) for row in for_1b]
     assert who(found)[-1] == ("8b", "fp8", "torchtitan", "full")
     assert len(found.measurements) == 21
-    assert found.left_out == {}
+    assert found.left_out == {
+        f"{name} of gpt2": "its recipe has no gpt model" for name in ("torchtitan", "transformers")
+    }
     assert {(request.device, request.peer_folder) for request in found.measurements} == {("cuda", packages)}
 
 

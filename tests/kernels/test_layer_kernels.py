@@ -149,7 +149,7 @@ def test_gelu(shape: tuple[int, ...]) -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("with_sums", [True, False])
 def test_gradients_of_biases_are_sums_that_a_kernel_knows(with_sums: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GELU and LayerNorm sum their gradients by the way; another gradient on top makes these sums untrue."""
+    """GELU and LayerNorm sum their gradients over tokens by the way."""
     torch.manual_seed(0)
     x, read, sums = leaf(6, 16), tensor_metadata.read, list[Tensor | None]()
 

@@ -10,6 +10,7 @@ from echelon.bench.reference_shapes import reference_model
 from echelon.layout import Layout
 from echelon.planning.cluster import cluster
 from echelon.planning.cost.count_work import count_work
+from echelon.planning.model.model_shape import ChunkedLoss
 from echelon.planning.model.model_sources import config_shape
 from echelon.planning.priced_plan import price
 from echelon.planning.scenario import Scenario
@@ -44,15 +45,21 @@ def test_a_vocabulary_that_is_not_loaded_by_16_bytes_is_slow():
     The fused loss pads its vocabulary; slices of one over tp are as they are, and so are a custom module's heads.
     """
 
-    def head(vocab: int, tp: int = 1, **settings) -> float:
+    def head(vocab: int, tp: int = 1, changes=None, **settings) -> float:
         question = scenario("gpt2-124m", 1024, 32, **settings)
         layout, gpus = replace(question.layout, tp=tp), cluster.parse_cluster(f"{tp}xh200")
-        question = replace(question, shape=replace(question.shape, vocab=vocab), layout=layout, cluster=gpus)
+        question = replace(
+            question, shape=replace(question.shape, vocab=vocab, **(changes or {})), layout=layout, cluster=gpus
+        )
         work = count_work(question).microbatch.head_gemm
         return float(work.misaligned_flops / work.flops)
 
     assert head(50_257) == head(50_304) == head(50_264) == 0
     assert head(2 * 50_257, tp=2) > 5
+    layers = scenario("gpt2-124m", 1024, 32).shape.layers
+    custom = {"layers": tuple((replace(layer, fused=None, unfused=None), count) for layer, count in layers)}
+    assert head(50_257, changes=custom) > 5
+    assert head(50_257, changes={**custom, "loss": ChunkedLoss(divides_vocab=True)}) == 0, "as of transformers' models"
     assert head(2 * 50_304, tp=2) == 0
     assert head(50_257, program="megatron") == 0, "other programs pad it"
 

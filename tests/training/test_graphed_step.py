@@ -44,13 +44,17 @@ class Regression(nn.Module):
 
 
 def test_what_may_not_be_captured() -> None:
-    assert why_not_graphed(engine(device=torch.device("cpu"))) == "a CPU has no CUDA graphs"
+    with pytest.warns(UserWarning, match=r"steps run without a CUDA graph \(a CPU has no CUDA graphs\)"):
+        on_cpu = engine(device=torch.device("cpu"))
+    assert why_not_graphed(on_cpu) == "a CPU has no CUDA graphs"
+    assert on_cpu.forward_backward == on_cpu.eager_forward_backward
+    assert engine(device=torch.device("cpu"), cuda_graphs="auto"), "which asks for nothing, and hears nothing"
     assert why_not_graphed(engine(cuda_graphs="off")) == "cuda_graphs=off"
     if ON_GPU:
         assert not why_not_graphed(engine())
-        assert "one microbatch" in why_not_graphed(engine("dp=1,accumulate=2"))
-        assert "dropout" in why_not_graphed(engine(dropout=0.1))
-        assert "experts" in why_not_graphed(engine(model="moe-tiny"))
+        assert "one microbatch" in why_not_graphed(engine("dp=1,accumulate=2", cuda_graphs="auto"))
+        assert "dropout" in why_not_graphed(engine(dropout=0.1, cuda_graphs="auto"))
+        assert "experts" in why_not_graphed(engine(model="moe-tiny", cuda_graphs="auto"))
         auto = ParallelOptions(device=DEVICE)
         assert "Python" in why_not_graphed(Engine(Regression(), "dp=1", options=auto))
 

@@ -161,11 +161,12 @@ def plan_measurements(options: BenchOptions, device: BenchDevice, *, quick: bool
             ours = _measurement(shape, precision, options, device, quick)
             recompute = options.recompute if options.recompute in peers.PEER_RECOMPUTE else shape.peer_recompute
             theirs = replace(ours, recompute=recompute, states="float32")
-            others = [
-                peer
-                for peer in against
-                if peer.precision == precision_family(precision) and shape.model.family in peer.families
-            ]
+            others = []
+            for peer in against:
+                if shape.model.family not in peer.families:
+                    left_out[f"{peer.name} of {shape.name}"] = f"its recipe has no {shape.model.family} model"
+                elif peer.precision == precision_family(precision):
+                    others.append(peer)
             measurements += [ours, *(replace(theirs, who=peer.name, precision=peer.precision) for peer in others)]
     return BenchPlan(measurements=tuple(dict.fromkeys(measurements)), left_out=left_out)
 

@@ -65,7 +65,7 @@ from echelon.training.batch_sharding import Batch, BatchSharder, Microbatch
 from echelon.training.engine_options import validate_engine
 from echelon.training.generate import next_token_logits
 from echelon.training.grad_norm import GradientNorm, clip_factor
-from echelon.training.graphed_step import GraphedForwardBackward, why_not_graphed
+from echelon.training.graphed_step import choose_forward_backward
 from echelon.training.guard.nan_debug import NonfiniteLocator, NonfiniteReport
 from echelon.training.logging.expert_load_counter import ExpertLoadCounter, experts_per_moe_layer
 from echelon.training.loss_normalizer import LossNormalizer
@@ -167,10 +167,8 @@ class Engine:
             self._pipeline_step if self.pipeline else self._accumulate_gradients
         )
         """forward and backward of a step, kernel by kernel"""
-        self.forward_backward: ForwardBackward = self.eager_forward_backward
+        self.forward_backward: ForwardBackward = choose_forward_backward(self)
         """that, or what takes its place: a CUDA graph (graphed_step.py), a check (guard/replay_check.py)"""
-        if not why_not_graphed(self):
-            self.forward_backward = GraphedForwardBackward(self)
         self._rehearsal = step_strategies.MemoryBudgetRehearsal(self)
         self._first_microbatch_hooks = (self._rehearsal, step_strategies.TargetEstimate(self))
         self._run_step: Callable[[Iterable[Microbatch], float], StepResult] = self._synchronous_step

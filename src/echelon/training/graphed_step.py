@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from echelon import compat
 from echelon.layout import Layout
+from echelon.parallel.comm.mesh_axis import world_rank
 from echelon.rng import RandomSite
 from echelon.training.batch_sharding import Batch, Microbatch
 
@@ -56,6 +57,16 @@ def why_not_graphed(engine: Engine) -> str:
         "Python of other models may change from step to step": not engine.is_built_in and options.cuda_graphs != "on",
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def choose_forward_backward(engine: Engine) -> Callable[[Iterable[Microbatch], float], Tensor]:
+    """What computes the steps of an engine: a graph if it may, else kernel by kernel; `cuda_graphs=on` reports why."""
+    reason = why_not_graphed(engine)
+    if not reason:
+        return GraphedForwardBackward(engine)
+    if engine.parallel.options.cuda_graphs == "on" and world_rank() == 0:
+        warnings.warn(f"steps run without a CUDA graph ({reason}); leave cuda_graphs out", stacklevel=2)
+    return engine.eager_forward_backward
 
 
 def _is_plain(layout: Layout) -> bool:
@@ -140,6 +151,7 @@ class _StepGraph:
         for key, value in inputs.items():
             self._inputs[key].copy_(value)
         self._seed.copy_(self._engine.normalizer.backward_seed)
+        self._engine.recorder.enter_phase("backward")  # forward and backward are one launch
         self._graph.replay()
         for group, tensors in self._grads:
             group.reduction.attach(*tensors)

@@ -60,8 +60,9 @@ def _microbatch_work(scenario: Scenario) -> step_work.MicrobatchWork:
     flops = 2.0 * tokens * shape.width * vocab
     # A traced module may have no head.
     edge_flops = 2.0 * (shape.width * vocab + tokens * vocab + tokens * shape.width) if flops else 0.0
-    # The fused loss pads its vocabulary (kernels/layers/cross_entropy.py); slices of one are as tp divides them.
-    sizes = (shape.width, vocab) if tp > 1 or not scenario.has_kernels else (shape.width,)
+    # Losses in chunks pad their vocabulary (kernels/layers/cross_entropy.py); slices of one are as tp divides them.
+    is_padded = tp == 1 and (scenario.has_kernels or shape.loss is not None)
+    sizes = (shape.width,) if is_padded else (shape.width, vocab)
     misaligned = _unloadable_flops(scenario, flops, *sizes)
     return step_work.MicrobatchWork(
         device=_device_rates(scenario),
