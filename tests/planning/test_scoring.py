@@ -153,7 +153,7 @@ def test_the_layout_study_is_predicted(found):
 
 
 def test_the_layout_that_is_ranked_first_is_among_the_best_measured(found):
-    """Mean over sources. It was 4.5 % while all-to-alls beside another microbatch were priced as exposed."""
+    """Mean over sources. It was 4.5 % while all-to-alls overlapped with another microbatch were priced as exposed."""
     assert found.regret <= 0.04
     assert found.sources["moe_modelzoo"].regret <= 0.12
 

@@ -94,7 +94,7 @@ def find_plans(
     them to the reasons. `program` is one of PLANNED_PROGRAMS: what another one than Echelon would do is priced, in the
     layouts that it has. `imbalance` is the max/mean expert load across ep ranks, `host_share` the share of the
     optimizer state that an offloading layout puts on the host. `baselines` prices simpler ways too. `lora_rank` prices
-    LoRA adapters beside the linears of frozen layers that `lora_targets` match, or beside all.
+    LoRA adapters on the linears of frozen layers that `lora_targets` match, or beside all.
     """
     if not 0 <= tokens < float("inf"):
         raise ValidationError.single("tokens", str(tokens), "is not a positive number of tokens", legal="> 0")

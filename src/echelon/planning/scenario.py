@@ -66,15 +66,15 @@ class TrainingSetup:
     host_share: float | None = None
     """with `offload`, share of the optimizer state on the host; None: as little as a GPU's memory requires"""
     pairs_microbatches: bool = False
-    """whether all-to-alls of experts run beside the compute of another microbatch, as in DualPipe and Megatron-Core's
-    overlapped 1F1B; Echelon's do not"""
+    """whether all-to-alls of experts are overlapped with the compute of another microbatch, as in DualPipe and
+    Megatron-Core's overlapped 1F1B; Echelon's do not"""
     imbalance: float = DEFAULT_IMBALANCE
     """max/mean expert load across ep ranks"""
     optimizer: UpdateRule | None = None
     """None: AdamW with moments of `moment_bytes`"""
     memory_options: MemoryOptions = DEFAULT_MEMORY_OPTIONS
     lora_rank: int = 0
-    """rank of LoRA adapters beside linears of the frozen layers; 0: all weights are trained"""
+    """rank of LoRA adapters on linears of the frozen layers; 0: all weights are trained"""
     lora_targets: tuple[str, ...] = ()
     """patterns of these linears; none: all"""
 

@@ -1,4 +1,4 @@
-"""torch.export without what it writes beside its errors, which our refusals replace by a sentence."""
+"""torch.export without what it writes next to its errors, which our refusals replace by a sentence."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ These rules fill blank columns from the other columns of a row, for every source
     schedule            interleaved where vpp > 1, 1F1B otherwise
     devices per node    8
     imbalance           1: MoE benchmarks balance their tokens
-    all-to-all          beside the compute of another microbatch if a text says so, else a share of it exposed
+    all-to-all          overlapped with the compute of another microbatch if a text says so, else a share of it exposed
 """
 
 from __future__ import annotations

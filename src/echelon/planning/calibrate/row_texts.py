@@ -96,11 +96,11 @@ def named_program(row: Mapping[str, str]) -> str:
 _PAIRED = (
     r"(?<!no )(?<!without )\b(?:dualpipe|1f1b-overlap(?!-)|(?:ep|moe|a2a|ep-a2a|moe-a2a)-overlap|overlap-moe-expert)"
 )
-"""how sources write that all-to-alls run beside the compute of another microbatch; their words, joined"""
+"""how sources write that all-to-alls are overlapped with the compute of another microbatch; their words, joined"""
 
 
 def pairs_microbatches(row: Mapping[str, str]) -> bool:
-    """Whether the texts of a row say that all-to-alls of experts run beside the compute of another microbatch."""
+    """Whether a row says that all-to-alls of experts are overlapped with the compute of another microbatch."""
     text = " ".join(row.get(key, "") for key in ("schedule", "kernel", "note")).lower()
     return bool(re.search(_PAIRED, re.sub(r"(?<=[a-z0-9])[ _](?=overlap|a2a|moe|expert)", "-", text)))
 

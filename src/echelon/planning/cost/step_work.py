@@ -126,7 +126,7 @@ class ExpertTraffic:
     num_messages: Number = 0
     """to ranks of other nodes"""
     pairs_microbatches: Number = False
-    """1 where they run beside the compute of another microbatch"""
+    """1 where they are overlapped with the compute of another microbatch"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""LoRA adapters of a layer, by the patterns of `lora.targets`: what `add_lora` puts beside its linears. No torch."""
+"""LoRA adapters of a layer, by the patterns of `lora.targets`: what `add_lora` adds to its linears. No torch."""
 
 from __future__ import annotations
 
